@@ -1,0 +1,1 @@
+"""The `steelyard` command, one file a subcommand."""

@@ -1,0 +1,48 @@
+"""The `steelyard` command: finds the subcommand and loads only its module. One file a subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from steelyard import __version__
+from steelyard.errors import SteelyardError
+
+COMMANDS: dict[str, str] = {
+    "serve": "serve a model over the OpenAI API",
+    "generate": "complete prompts from arguments or a JSONL file",
+    "chat": "talk to a model in the terminal",
+    "plan": "say what serving a model will cost, before anything runs",
+}
+"""Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; a user's mistake prints one line and returns 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="steelyard", description="An LLM inference server that weighs what it spends."
+    )
+    parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((w for w in words if not w.startswith("-")), None)
+    for name, text in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"steelyard.cli.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    args = parser.parse_args(words)
+    try:
+        return int(args.run(args))
+    except SteelyardError as error:
+        print(f"steelyard {args.command}: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""One choice of one API request, as the engine and scheduler see it. Its state is its ledger account."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from steelyard.core.sampling import SamplingParams
+from steelyard.core.step import TokenLogprobs
+from steelyard.core.timed import State, Timed
+
+
+class FinishReason(Enum):
+    """Why a request ended; `STOP` covers end-of-text, stop ids and stop strings."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"  # the client left or asked
+    ERROR = "error"  # the engine could not go on
+
+
+class Request(Timed):
+    """A sequence being served.
+
+    id, index        API request and choice number: together unique among live requests
+    tokens           prompt followed by generated ids, as committed
+    num_computed     positions whose KV is committed (valid in this request's blocks)
+    block_hashes     keys of the full blocks of `tokens` known so far; grows with commits
+    fork_of          the sibling whose prompt KV this choice shares once it is there (n > 1)
+    row, epoch       its line in the device tables while resident; -1 otherwise
+    max_tokens       definite: clamped at admission if the client gave none
+    stop_ids         token ids that end it (empty under ignore_eos, plus stop_token_ids)
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "cached_tokens",
+        "deadline_ns",
+        "detail",
+        "epoch",
+        "fork_of",
+        "id",
+        "index",
+        "max_tokens",
+        "namespace",
+        "num_computed",
+        "num_preemptions",
+        "num_recomputed",
+        "order_key",
+        "priority",
+        "prompt_len",
+        "prompt_logprobs",
+        "reason",
+        "row",
+        "sampling",
+        "stop_ids",
+        "stop_token",
+        "tenant",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        now_ns: int,
+        *,
+        index: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        namespace: bytes = b"",
+        tenant: str = "",
+        priority: int = 0,
+        block_hashes: list[bytes] | None = None,
+        fork_of: Request | None = None,
+        deadline_ns: int | None = None,
+    ) -> None:
+        super().__init__(State.WAIT_STEP_BOUNDARY, now_ns)
+        self.id = id
+        self.index = index
+        self.tokens = list(prompt)
+        self.prompt_len = len(prompt)
+        self.sampling = sampling
+        self.max_tokens = sampling.max_tokens or 0
+        self.stop_ids = stop_ids
+        self.namespace = namespace
+        self.tenant = tenant
+        self.priority = priority
+        self.block_hashes = block_hashes if block_hashes is not None else []
+        self.fork_of = fork_of
+        self.deadline_ns = deadline_ns
+        self.row = -1
+        self.epoch = 0
+        self.num_computed = 0
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_preemptions = 0
+        self.num_recomputed = 0  # positions computed again after a preemption
+        self.order_key: tuple[float, ...] = ()
+        self.reason: FinishReason | None = None
+        self.stop_token: int | None = None  # the id that ended it, if one did
+        self.detail = ""  # what went wrong, for ERROR
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.id, self.index)
+
+    def __repr__(self) -> str:
+        state = self.state.value
+        return f"Request({self.id}#{self.index}, {len(self.tokens)} tokens, {self.num_computed} computed, {state})"
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Event: a commit appended `ids` to a request."""
+
+    request: Request
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Event: a request reached its end; its ledger is closed and its blocks are released or about to be."""
+
+    request: Request
+    reason: FinishReason
+
+
+Event = Emitted | Ended

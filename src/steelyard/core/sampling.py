@@ -1,0 +1,113 @@
+"""How the tokens of one request are chosen and when it ends. Validation of values lives here, and only here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from steelyard.errors import InvalidRequest
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+SEED_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What a client asked of sampling. Frozen; `validate` raises InvalidRequest naming the field.
+
+    max_tokens    None: as many as context and KV pool allow
+    top_k         0 or -1: off
+    seed          None: the engine picks one; choice i of n uses seed + i
+    logprobs      None: none; k >= 0: the chosen token's and the k best (natural log, after no transformation
+                  of the logits but temperature 1: the model's own distribution)
+    prompt_logprobs  the same for prompt tokens; such a request reads no cached prefix
+    logit_bias    ((token id, bias added to the logit), ...)
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        _in_range("temperature", self.temperature, 0.0, 2.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    f"stop: each string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}",
+                    param="stop",
+                )
+
+    def _check_counts(self) -> None:
+        _int_in_range("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _int_in_range("max_tokens", self.max_tokens, 1, None)
+            _int_in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        else:
+            _int_in_range("min_tokens", self.min_tokens, 0, None)
+        _int_in_range("top_k", self.top_k, -1, None)
+        if self.seed is not None:
+            _int_in_range("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _int_in_range(name, value, 0, MAX_TOP_LOGPROBS)
+        _int_in_range("stop", len(self.stop), 0, MAX_STOP_STRINGS, what="number of strings")
+        _int_in_range("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS, what="number of entries")
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises InvalidRequest if a token id named by these parameters is outside [0, vocab_size)."""
+        named = [("stop_token_ids", i) for i in self.stop_token_ids] + [("logit_bias", i) for i, _ in self.logit_bias]
+        for name, token in named:
+            _int_in_range(name, token, 0, vocab_size - 1, what="token id")
+
+    @property
+    def greedy(self) -> bool:
+        """True where the argmax is taken. A temperature too small to divide by in float32 is greedy too."""
+        return self.temperature < 1e-5
+
+    def for_choice(self, index: int, seed: int) -> SamplingParams:
+        """The parameters of choice `index` alone: n = 1 and a definite seed (modulo 2^64)."""
+        return replace(self, n=1, seed=(seed + index) % 2**SEED_BITS)
+
+
+def _in_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
+    ok = math.isfinite(value) and (low < value if low_open else low <= value) and value <= high
+    if not ok:
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(f"{name}: must be a number in {bracket}{low:g}, {high:g}], got {value!r}", param=name)
+
+
+def _int_in_range(name: str, value: int, low: int, high: int | None, what: str = "value") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name}: {what} must be an integer, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(f"{name}: {what} must be {limit}, got {value}", param=name)

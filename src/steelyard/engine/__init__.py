@@ -1,0 +1,1 @@
+"""The loop: the only place that knows both the scheduler and a runner."""

@@ -1,0 +1,1 @@
+"""Attention and small operators: one protocol, a plain reference, and fast backends."""

@@ -1,0 +1,87 @@
+"""The attention seam: what every backend is given and must do. No kernel here.
+
+    q [T, Hq, D]   k, v [T, Hkv, D]   new tokens of all rows, packed; row r owns q_start[r] .. q_start[r+1]
+    KV pool        [blocks, Hkv, block_size, D] a layer; position p of row r is slot p % B of block table[r, p // B]
+
+Rows that decode (one new token) come first: rows [0, num_decode) have exactly one token each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """Views of one layer's K and V, each [blocks, Hkv, block_size, D]; the block stride may be large.
+
+    Scales are None unless the pool is fp8. Block 0 is the null block: readable, never written by a request.
+    """
+
+    k: Tensor
+    v: Tensor
+    block_size: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttnSpec:
+    """What one layer's attention computes.
+
+    scale     multiplies q.k;  softcap c: c * tanh(scale * q.k / c), None: off
+    causal    query at position p sees keys at positions <= p
+    window    and only positions > p - window; None: all
+    sinks     [Hq] logits of a learned key with value zero that joins the softmax (gpt-oss); None: off
+    group     the KV group whose slots and tables are used
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+    group: int = 0
+    want_lse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's rows on the device. R rows, T tokens; shapes may be a bucket's, then the tail is padding.
+
+    positions  int64 [T]
+    slots      per group, int64 [T]: flat slot block * block_size + offset where the new K, V go; -1: padding
+    q_start    int32 [R + 1]
+    ctx_len    int32 [R]: keys visible to a row's last new token, itself included
+    tables     per group, int32 [R, max blocks]
+    num_tokens, num_decode  host integers: real tokens, and rows at the front with one new token
+    """
+
+    positions: Tensor
+    slots: tuple[Tensor, ...]
+    q_start: Tensor
+    ctx_len: Tensor
+    tables: tuple[Tensor, ...]
+    num_tokens: int
+    num_decode: int
+    max_q: int = 1
+    max_ctx: int = 0
+
+
+class Attention(Protocol):
+    """A backend. Never synchronises; after `prepare`, safe to capture in a CUDA graph."""
+
+    name: str
+
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, before the first layer."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KvLayer, batch: Batch, spec: AttnSpec, out: Tensor
+    ) -> Tensor | None:
+        """Write the new K and V into the pool, attend, fill `out` [T, Hq, D]; returns lse [T, Hq] if wanted."""
+        ...

@@ -1,0 +1,1 @@
+"""The parts of a decoder layer, built on kernels. Knows no request."""

@@ -1,0 +1,1 @@
+"""Accounts of time and memory that add up. Pure arithmetic on what the engine recorded."""

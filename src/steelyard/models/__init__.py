@@ -1,0 +1,1 @@
+"""One decoder and a table of families; weights loaded strictly."""

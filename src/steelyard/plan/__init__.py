@@ -1,0 +1,1 @@
+"""Arithmetic from tensor sizes to bytes, FLOPs, time and capacity. Standard library only."""

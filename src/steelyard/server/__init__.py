@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server. Never imports the engine and never loads torch."""

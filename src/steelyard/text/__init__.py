@@ -1,0 +1,1 @@
+"""Tokenizer, incremental detokenisation with stop strings, chat templates. No torch."""

@@ -1,0 +1,1 @@
+"""Messages and channels between the server and the engine."""

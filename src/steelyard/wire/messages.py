@@ -1,0 +1,155 @@
+"""What the server and the engine say to each other: msgspec structs, packed as tagged arrays. No behaviour.
+
+    server -> engine   Submit  Stop  Pause  Resume  Ask  Control
+    engine -> server   Accepted | Refused, then Deltas (one message a step) and Finished;
+                       Status every 100 ms; Answer; Fault
+
+No byte of a response is sent to a client before `Accepted` or `Refused` has come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from steelyard.core.sampling import SamplingParams
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Submit(_Message, frozen=True):
+    """A prompt of token ids; `n` choices are numbered 0 .. n-1. Hashes are of the prompt's full blocks."""
+
+    id: str
+    tokens: list[int]
+    sampling: SamplingParams
+    namespace: bytes = b""
+    tenant: str = ""
+    priority: int = 0
+    block_hashes: list[bytes] = []
+    deadline_in_ns: int | None = None
+    want: str = "tokens"
+
+
+class Stop(_Message, frozen=True):
+    """End a choice (index -1: all). reason `stop_string` is a success that keeps the first `keep` generated tokens."""
+
+    id: str
+    index: int
+    reason: str  # stop_string, disconnect, abort, deadline
+    keep: int = -1
+
+
+class Pause(_Message, frozen=True):
+    """The reader of this request is too slow: keep its KV, compute nothing for it."""
+
+    id: str
+
+
+class Resume(_Message, frozen=True):
+    id: str
+
+
+class Ask(_Message, frozen=True):
+    """A question answered by `Answer` with the same id; `what`: stats, config, memory, check."""
+
+    id: str
+    what: str
+
+
+class Control(_Message, frozen=True):
+    """drain: finish what runs, refuse the rest; halt: stop now; drop_cache: forget a namespace (empty: all)."""
+
+    what: str
+    namespace: bytes = b""
+
+
+class Accepted(_Message, frozen=True):
+    id: str
+    max_tokens: int  # definite now: as asked, or clamped if none was given
+
+
+class Refused(_Message, frozen=True):
+    id: str
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class Logprob(_Message, frozen=True):
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Delta(_Message, frozen=True):
+    """New ids of one choice, with logprobs beside them if asked for."""
+
+    id: str
+    index: int
+    ids: list[int]
+    logprobs: list[Logprob] | None = None
+
+
+class Usage(_Message, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    overshoot_tokens: int = 0
+
+
+class Deltas(_Message, frozen=True):
+    """All a step produced, in one message; `prompt_logprobs` come with a request's first delta."""
+
+    items: list[Delta]
+
+
+class Finished(_Message, frozen=True):
+    """A choice's end. `stop_token` is the id that ended it, if one did; ledger is {bucket name: ns}."""
+
+    id: str
+    index: int
+    reason: str  # FinishReason values
+    usage: Usage
+    ledger: dict[str, int] = {}
+    stop_token: int | None = None
+    message: str = ""
+    prompt_logprobs: list[Logprob] | None = None
+
+
+class Status(_Message, frozen=True):
+    """Proof of progress and the gauges of the moment. Counters only grow."""
+
+    steps: int
+    running: int
+    waiting: int
+    waiting_by_reason: dict[str, int]
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_active: int
+    counters: dict[str, int]
+    busy: bool
+    stalled_ns: int = 0
+    detail: str = ""
+
+
+class Answer(_Message, frozen=True):
+    id: str
+    value: Any
+
+
+class Fault(_Message, frozen=True):
+    """The engine cannot go on; sent once, then its process ends."""
+
+    message: str
+
+
+ToEngine = Submit | Stop | Pause | Resume | Ask | Control
+FromEngine = Accepted | Refused | Deltas | Finished | Status | Answer | Fault
