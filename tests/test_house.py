@@ -28,7 +28,7 @@ LAW: dict[str, set[str]] = {
     "kernels": {"errors"},
     "layers": {"errors", "kernels"},
     "models": {"errors", "layers", "checkpoint", "plan.shape"},
-    "runner": BOOKKEEPING | {"models", "layers", "kernels", "plan"},
+    "runner": BOOKKEEPING | {"models", "layers", "kernels", "plan", "checkpoint"},
     "engine": BOOKKEEPING
     | {"scheduler", "cache", "ledger", "runner", "wire", "plan", "grammar", "config", "checkpoint", "sim"},
     "server": BOOKKEEPING | {"wire", "text", "grammar", "ledger.states", "checkpoint", "config"},

@@ -18,6 +18,7 @@ class EngineConfig:
     max_num_batched_tokens  the token budget of a step
     num_gpu_blocks_override pool size in blocks, on the CPU too; else kv_cache_memory_bytes, else a share
     gpu_memory_utilization  share of the device's memory (on a CPU: of available memory) for everything
+    script                  a JSON file of token ids to answer with in place of a model: the server by itself
     async_scheduling        launch step N + 1 before step N is collected; None: where the device runs by itself
     """
 
@@ -38,6 +39,7 @@ class EngineConfig:
     seed: int = 0
     skip_tokenizer_init: bool = False
     check_invariants: bool = False
+    script: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)

@@ -1,7 +1,7 @@
 """What the server and the engine say to each other: msgspec structs, packed as tagged arrays. No behaviour.
 
     server -> engine   Submit  Stop  Pause  Resume  Ask  Control
-    engine -> server   Accepted | Refused, then Deltas (one message a step) and Finished;
+    engine -> server   Ready (once), Accepted | Refused, then Deltas (one message a step) and Finished;
                        Status every 100 ms; Answer; Fault
 
 No byte of a response is sent to a client before `Accepted` or `Refused` has come.
@@ -65,6 +65,22 @@ class Control(_Message, frozen=True):
 
     what: str
     namespace: bytes = b""
+
+
+class Ready(_Message, frozen=True):
+    """The engine can make tokens; sent to every server that connects. `config` is what it really runs with."""
+
+    model: str
+    fingerprint: str
+    kv_layout: str
+    block_size: int
+    num_blocks: list[int]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    enable_prefix_caching: bool
+    config: dict[str, Any]
 
 
 class Accepted(_Message, frozen=True):
@@ -152,4 +168,4 @@ class Fault(_Message, frozen=True):
 
 
 ToEngine = Submit | Stop | Pause | Resume | Ask | Control
-FromEngine = Accepted | Refused | Deltas | Finished | Status | Answer | Fault
+FromEngine = Ready | Accepted | Refused | Deltas | Finished | Status | Answer | Fault
