@@ -8,7 +8,7 @@ CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 
-.PHONY: install serve test test-all test-gpu lint types clean
+.PHONY: install serve test test-all test-gpu lint types size clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,9 @@ lint: $(VENV)/.tested
 
 types: $(VENV)/.tested
 	$(BIN)/mypy
+
+size: $(VENV)/bin/python
+	@$(BIN)/python tools/size_report.py
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest $(ARGS)

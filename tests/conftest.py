@@ -1,0 +1,29 @@
+"""Shared by all tests: what was left out, and why, is said at the end of every run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+_left_out: dict[str, list[str]] = {"gpu": [], "slow": []}
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark, names in _left_out.items():
+            if item.get_closest_marker(mark):
+                names.append(item.nodeid.split("[")[0])
+                break
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for mark, how in (("gpu", "need a CUDA device: make test-gpu"), ("slow", "long tier: make test-all")):
+        names = Counter(_left_out[mark])
+        if names:
+            terminalreporter.write_line(f"{sum(names.values())} tests not run ({how}):")
+            for name, count in sorted(names.items()):
+                terminalreporter.write_line(f"    {name}" + (f" x {count}" if count > 1 else ""))
