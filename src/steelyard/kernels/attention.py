@@ -19,6 +19,8 @@ class KvLayer:
     """Views of one layer's K and V, each [blocks, Hkv, block_size, D]; the block stride may be large.
 
     Scales are None unless the pool is fp8. Block 0 is the null block: readable, never written by a request.
+    The pool starts as zeros and v is written finite (NaN and infinities as 0): kernels read whole blocks and weigh
+    unseen slots with zero, which a NaN would survive. A NaN in k stays, and shows in its own request's logits.
     """
 
     k: Tensor
@@ -81,7 +83,10 @@ class Attention(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: KvLayer, batch: Batch, spec: AttnSpec, out: Tensor
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: KvLayer, batch: Batch, spec: AttnSpec, out: Tensor
     ) -> Tensor | None:
-        """Write the new K and V into the pool, attend, fill `out` [T, Hq, D]; returns lse [T, Hq] if wanted."""
+        """Write the new K and V into the pool, attend, fill `out` [T, Hq, D]; returns lse [T, Hq] (natural) if wanted.
+
+        k and v None: a fused kernel has written them already. q, k, v and out may be views with a larger row stride.
+        """
         ...
