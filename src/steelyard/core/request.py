@@ -44,6 +44,7 @@ class Request(Timed):
         "max_tokens",
         "namespace",
         "num_computed",
+        "num_overshoot",
         "num_preemptions",
         "num_recomputed",
         "order_key",
@@ -51,6 +52,7 @@ class Request(Timed):
         "prompt_len",
         "prompt_logprobs",
         "reason",
+        "recompute_until",
         "row",
         "sampling",
         "stop_ids",
@@ -95,6 +97,8 @@ class Request(Timed):
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
         self.num_recomputed = 0  # positions computed again after a preemption
+        self.recompute_until = 0  # positions below this were computed before the last preemption
+        self.num_overshoot = 0  # tokens computed beyond the end and thrown away
         self.order_key: tuple[float, ...] = ()
         self.reason: FinishReason | None = None
         self.stop_token: int | None = None  # the id that ended it, if one did
@@ -125,7 +129,11 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Event: a request reached its end; its ledger is closed and its blocks are released or about to be."""
+    """Event: a request reached its end. Nothing more is emitted for it.
+
+    Its ledger is closed and its blocks are released, or, if a step in flight still has its row, it is in
+    `State.OVERSHOOT` until that step is committed.
+    """
 
     request: Request
     reason: FinishReason
