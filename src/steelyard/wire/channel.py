@@ -1,0 +1,293 @@
+"""ZeroMQ over a UNIX socket: the engine's end (ROUTER, blocking) and the server's end (DEALER, with a reader thread).
+
+    server loop --send--> inproc --+
+                                   reader thread == DEALER ===ipc=== ROUTER == the engine's loop
+    server loop <--call_soon_threadsafe, a batch at a time--+
+
+Messages are `wire.messages` structs in msgpack; nothing that arrives is ever executed. What a peer sends can be
+dropped, with a line in the log, but neither blocks nor ends the other side. Who answers what is not decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from steelyard.errors import EngineDead, StartError, SteelyardError
+from steelyard.wire.messages import FromEngine, ToEngine
+
+Peer = bytes
+"""The routing id ZeroMQ gave a connection; a server that reconnects is a new peer."""
+
+MAX_UNSENT = 100_000
+"""Messages kept for a connected peer that has stopped reading; one more, and it counts as lost."""
+
+_MAX_BATCH = 512  # messages taken per receive, so that a flood cannot keep the engine from its next step
+_MAX_PATH_BYTES = 107  # of a UNIX socket's name, set by the kernel
+_NEVER = -1  # poll: wait without limit
+
+_log = logging.getLogger(__name__)
+
+
+class Codec:
+    """Encoders and decoders of both directions, built once. Not thread-safe: one a thread."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._to_engine = msgspec.msgpack.Decoder(ToEngine)
+        self._from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+    def encode(self, message: ToEngine | FromEngine) -> bytes:
+        return self._encoder.encode(message)
+
+    def to_engine(self, frame: bytes) -> ToEngine | None:
+        """The message in `frame`, or None (and a log line) if it is none."""
+        try:
+            return self._to_engine.decode(frame)
+        except (msgspec.MsgspecError, SteelyardError, RecursionError, UnicodeDecodeError) as error:
+            _log.warning("dropped a malformed message of %d bytes to the engine: %s", len(frame), error)
+            return None
+
+    def from_engine(self, frame: bytes) -> FromEngine | None:
+        """The message in `frame`, or None (and a log line) if it is none."""
+        try:
+            return self._from_engine.decode(frame)
+        except (msgspec.MsgspecError, SteelyardError, RecursionError, UnicodeDecodeError) as error:
+            _log.warning("dropped a malformed message of %d bytes from the engine: %s", len(frame), error)
+            return None
+
+
+def new_address() -> str:
+    """A fresh ipc address in a new directory that only this user can enter.
+
+    Raises StartError if the directory for temporary files has too long a name for a socket.
+    """
+    folder = tempfile.mkdtemp(prefix="steelyard-")
+    path = os.path.join(folder, "engine")
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        os.rmdir(folder)
+        raise StartError(
+            f"{folder} is too long for a UNIX socket ({_MAX_PATH_BYTES} bytes): set TMPDIR to a shorter one"
+        )
+    return f"ipc://{path}"
+
+
+def remove_address(address: str) -> None:
+    """Delete the socket and the directory made by `new_address`; what is gone already is no error."""
+    shutil.rmtree(_path_of(address).parent, ignore_errors=True)
+
+
+def _path_of(address: str) -> Path:
+    assert address.startswith("ipc:///"), f"not an ipc address: {address}"
+    return Path(address.removeprefix("ipc://"))
+
+
+class EngineSide:
+    """Binds `address`; used by one thread, which may wait in `recv`. Any number of servers may connect.
+
+    Raises StartError if the socket's directory is missing, open to other users, or cannot be bound in.
+    """
+
+    def __init__(self, address: str) -> None:
+        _check_private(_path_of(address).parent)
+        self._codec = Codec()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to a vanished peer is dropped in silence
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._greeting: FromEngine | None = None
+        self._lost: list[Peer] = []
+        self.peers: set[Peer] = set()
+        self.ready_fds: set[int] = set()
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartError(f"cannot listen on {address}: {error}") from error
+
+    def watch(self, fd: int) -> None:
+        """Let `recv` return when `fd` is readable, too; `ready_fds` then holds it."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        self.ready_fds.discard(fd)
+
+    def greet(self, message: FromEngine) -> None:
+        """Send `message` to every peer: to those that are here now, and to each that comes later, first thing."""
+        self._greeting = message
+        self.broadcast(message)
+
+    def recv(self, timeout_ms: int | None = 0) -> list[tuple[Peer, ToEngine]]:
+        """All that has arrived, waiting up to `timeout_ms` for the first (None: without limit)."""
+        events = dict(self._poller.poll(_NEVER if timeout_ms is None else timeout_ms))
+        self.ready_fds = {fd for fd in events if isinstance(fd, int)}
+        received: list[tuple[Peer, ToEngine]] = []
+        if self._socket not in events:
+            return received
+        for _ in range(_MAX_BATCH):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._welcome(peer)
+            received += [(peer, message) for frame in frames if frame and (message := self._codec.to_engine(frame))]
+        return received
+
+    def send(self, peer: Peer, message: FromEngine) -> bool:
+        """Queue `message`, without waiting. False: the peer is gone (or stopped reading), and `take_lost` names it."""
+        return self._send_frame(peer, self._codec.encode(message))
+
+    def broadcast(self, message: FromEngine) -> None:
+        frame = self._codec.encode(message)
+        for peer in list(self.peers):
+            self._send_frame(peer, frame)
+
+    def take_lost(self) -> list[Peer]:
+        """Peers found gone since the last call; a quiet peer's end is noticed by the next message to it."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; unsent messages get `linger_ms` to leave."""
+        self._context.destroy(linger=linger_ms)
+
+    def _welcome(self, peer: Peer) -> None:
+        if peer not in self.peers:
+            self.peers.add(peer)
+            if self._greeting is not None:
+                self._send_frame(peer, self._codec.encode(self._greeting))
+
+    def _send_frame(self, peer: Peer, frame: bytes) -> bool:
+        if peer not in self.peers:
+            return False
+        try:
+            self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.peers.discard(peer)
+            self._lost.append(peer)
+            _log.warning("a server is gone: %s", error)
+            return False
+        return True
+
+
+class ServerSide:
+    """Connects to an engine. `send` may be called from one thread only, the one whose loop is given to `start`.
+
+    Connecting waits for nothing: messages sent before the engine listens are kept. That the engine's process has
+    died is not seen here (a killed peer is silent in ZeroMQ): watch the process.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._codec = Codec()
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        self._dealer.setsockopt(zmq.RCVHWM, 0)
+        self._dealer.setsockopt(zmq.SNDHWM, 0)  # the server bounds its requests in flight
+        self._dealer.setsockopt(zmq.PROBE_ROUTER, 1)  # an empty frame at each connection: the engine greets
+        self._outbox = self._context.socket(zmq.PAIR)
+        self._inbox = self._context.socket(zmq.PAIR)
+        for pair in (self._outbox, self._inbox):
+            pair.setsockopt(zmq.LINGER, 0)
+            pair.setsockopt(zmq.SNDHWM, 0)
+            pair.setsockopt(zmq.RCVHWM, 0)
+        self._inbox.bind("inproc://outgoing")
+        self._outbox.connect("inproc://outgoing")
+        self._dealer.connect(address)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self, deliver: Callable[[list[FromEngine]], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Call `deliver(messages)` in `loop` (default: the running one) for every batch that arrives, in order."""
+        assert self._thread is None, "started twice"
+        target = loop if loop is not None else asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._read, args=(deliver, target), name="wire-reader", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue `message`, without waiting. Raises EngineDead after `close`."""
+        if self._closed:
+            raise EngineDead("the channel to the engine is closed")
+        self._outbox.send(self._codec.encode(message))
+
+    def close(self) -> None:
+        """Stop the reader thread and close the sockets. Idempotent. What was sent just before leaves still."""
+        if self._closed:
+            return
+        self._closed = True
+        self._outbox.send(b"")
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._dealer.close()
+            self._inbox.close()
+        self._outbox.close()
+        self._context.term()
+
+    def _read(self, deliver: Callable[[list[FromEngine]], None], loop: asyncio.AbstractEventLoop) -> None:
+        codec = Codec()
+        poller = zmq.Poller()
+        poller.register(self._dealer, zmq.POLLIN)
+        poller.register(self._inbox, zmq.POLLIN)
+        try:
+            while True:
+                events = dict(poller.poll())
+                if self._inbox in events and not self._forward():
+                    return
+                if self._dealer in events and (batch := self._take(codec)):
+                    loop.call_soon_threadsafe(deliver, batch)
+        except RuntimeError:
+            _log.debug("the event loop closed before the channel")
+        finally:
+            self._dealer.close(linger=_FAREWELL_MS)
+            self._inbox.close()
+
+    def _forward(self) -> bool:
+        """Pass what the loop's thread queued on to the engine; False when it asked to end."""
+        while True:
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            if not frame:
+                return False
+            self._dealer.send(frame)
+
+    def _take(self, codec: Codec) -> list[FromEngine]:
+        batch: list[FromEngine] = []
+        for _ in range(_MAX_BATCH):
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            message = codec.from_engine(frame)
+            if message is not None:
+                batch.append(message)
+        return batch
+
+
+_FAREWELL_MS = 200  # for the last Stop or Control to leave when the server closes; an engine that is gone costs no more
+
+
+def _check_private(folder: Path) -> None:
+    try:
+        mode = stat.S_IMODE(folder.stat().st_mode)
+    except OSError as error:
+        raise StartError(f"no directory for the engine's socket: {error}") from error
+    if mode & 0o077:
+        raise StartError(f"{folder} is open to other users (mode {mode:o}): the engine's socket needs mode 700")
