@@ -1,1 +1,1 @@
-"""The paged KV cache's bookkeeping: blocks, prefix hashes, block tables. No tensors."""
+"""Who holds which KV block: pools, prefix lookup, one block table per request and KV group. No torch, no clock."""

@@ -1,0 +1,305 @@
+"""One request's blocks: match, grow, fork, commit, slide, release. All-or-nothing; nothing here decides who gets any.
+
+    positions  0 ........ B ........ 2B ....... 3B
+    table g    [ block 7 ][ block 3 ][ block 9 ]          one table per KV group (layers that share a window)
+                 shared     shared     private, partly filled: the only kind a request writes to
+
+Calls return table edits for the runner, or None with nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.cache.blocks import NULL_BLOCK, BlockPool
+from steelyard.core.hashing import block_hash, root_hash
+from steelyard.core.request import Request
+from steelyard.core.step import Copy, RunnerCaps, TableEdit
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """Blocks over all groups: total = free + active, free = clean + cached. Slack: allocated slots without KV."""
+
+    total: int
+    free: int
+    clean: int
+    cached: int
+    active: int
+    slack_tokens: int
+
+
+class _Sequence:
+    """A request's tables. `first_live[g]`: entries before it are null. `num_published`: full blocks already seen."""
+
+    __slots__ = ("first_live", "num_published", "publishes", "tables")
+
+    def __init__(self, tables: list[list[int]], num_published: int) -> None:
+        self.tables = tables
+        self.first_live = [next((i for i, b in enumerate(t) if b != NULL_BLOCK), len(t)) for t in tables]
+        self.num_published = num_published
+        self.publishes = True
+
+
+class CacheManager:
+    """Block tables of all resident requests, and the pools behind them."""
+
+    def __init__(self, caps: RunnerCaps, enable_prefix_caching: bool = True) -> None:
+        self.block_size = caps.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._caps = caps
+        self._windows = tuple(group.window for group in caps.groups)
+        self._pools = [BlockPool(num) for num in caps.num_blocks]
+        self._sequences: dict[Request, _Sequence] = {}
+        self.has_windows = any(window is not None for window in self._windows)
+
+    # lookup
+
+    def match(self, request: Request) -> int:
+        """Tokens of `request` whose KV is cached: a multiple of the block size, at most len(tokens) - 1.
+
+        A hit of L tokens needs every block below L in full groups, and in window groups those that the query at
+        position L can see. A request that wants prompt logprobs matches nothing: it must compute them.
+        """
+        if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+            return 0
+        hashes = self._hashes(request, (len(request.tokens) - 1) // self.block_size)
+        num_hits = len(hashes)
+        for pool, window in zip(self._pools, self._windows):
+            if window is None:
+                get = pool.index.get
+                num_hits = next((i for i in range(num_hits) if get(hashes[i]) is None), num_hits)
+        while num_hits and not all(self._window_is_cached(g, hashes, num_hits) for g in range(len(self._pools))):
+            num_hits -= 1
+        return num_hits * self.block_size
+
+    def ever_fits(self, num_tokens: int) -> bool:
+        """Whether one request alone could hold KV for `num_tokens` positions, all other blocks being free."""
+        needs = (self._blocks_at_least(g, num_tokens) for g in range(len(self._pools)))
+        return all(need <= pool.num_blocks for need, pool in zip(needs, self._pools))
+
+    def capacity_tokens(self) -> int:
+        """The most positions one request alone can hold, at most the model's context length."""
+        full = [p.num_blocks * self.block_size for p, w in zip(self._pools, self._windows) if w is None]
+        capacity = min([*full, self._caps.max_model_len])
+        return capacity if self.ever_fits(capacity) else min(p.num_blocks for p in self._pools) * self.block_size
+
+    def room(self, request: Request) -> int:
+        """Positions for which `request` holds blocks now."""
+        return min(len(table) for table in self._sequences[request].tables) * self.block_size
+
+    def reach(self, request: Request) -> int:
+        """Positions `request` could hold if it took every free block."""
+        sequence = self._sequences.get(request)
+        lens = [0] * len(self._pools) if sequence is None else [len(t) for t in sequence.tables]
+        return min(n + pool.num_free for n, pool in zip(lens, self._pools)) * self.block_size
+
+    def free_blocks(self) -> int:
+        """Blocks that can be taken now, in the scarcest group."""
+        return min(pool.num_free for pool in self._pools)
+
+    def smallest_pool(self) -> int:
+        """Blocks of the smallest group's pool."""
+        return min(pool.num_blocks for pool in self._pools)
+
+    # growth
+
+    def grow(
+        self,
+        request: Request,
+        num_tokens: int,
+        *,
+        hit_tokens: int = 0,
+        reserve_len: int = 0,
+        spare_blocks: int = 0,
+    ) -> list[TableEdit] | None:
+        """Give `request` blocks for positions [0, num_tokens), or return None with nothing changed.
+
+        hit_tokens    what `match` just found, for a request without a table: those blocks are shared
+        reserve_len   full groups get blocks for this many positions if it is more
+        spare_blocks  blocks that must stay free in every group
+        """
+        sequence = self._sequences.get(request)
+        assert sequence is None or not hit_tokens, "a request with a table has had its match"
+        tables = self._hit_tables(request, hit_tokens) if sequence is None else sequence.tables
+        counts: list[int] = []
+        for pool, window, table in zip(self._pools, self._windows, tables):
+            target = num_tokens if window is not None else max(num_tokens, reserve_len)
+            count = max(0, -(-target // self.block_size) - len(table))
+            idle = 0 if sequence is not None else sum(1 for b in table if b != NULL_BLOCK and not pool.refs(b))
+            if count + idle + spare_blocks > pool.num_free and (count or idle):
+                return None
+            counts.append(count)
+        if sequence is None:
+            for pool, table in zip(self._pools, tables):
+                for block_id in table:
+                    if block_id != NULL_BLOCK:
+                        pool.touch(block_id)
+            self._sequences[request] = _Sequence(tables, hit_tokens // self.block_size)
+        first = [0] * len(tables) if sequence is None else [len(t) for t in tables]
+        for pool, table, count in zip(self._pools, tables, counts):
+            table += pool.take(count)
+        return self._edits(request.row, tables, first)
+
+    def can_fork(self, parent: Request, at: int) -> bool:
+        """Whether `parent` still holds the blocks a sequence of `at` positions needs."""
+        sequence = self._sequences.get(parent)
+        if sequence is None or parent.num_computed < at:
+            return False
+        return all(
+            len(table) * self.block_size >= at and live <= self._first_visible(g, at)
+            for g, (table, live) in enumerate(zip(sequence.tables, sequence.first_live))
+        )
+
+    def fork(self, parent: Request, child: Request, at: int) -> tuple[list[TableEdit], list[Copy]] | None:
+        """Give `child` the first `at` positions of `parent`: full blocks shared, one partial block copied.
+
+        None with nothing changed if a pool has no block left for the copy.
+        """
+        assert child not in self._sequences and self.can_fork(parent, at)
+        num_full, partial = divmod(at, self.block_size)
+        if partial and any(not pool.num_free for pool in self._pools):
+            return None
+        copies: list[Copy] = []
+        tables: list[list[int]] = []
+        for g, (pool, source) in enumerate(zip(self._pools, self._sequences[parent].tables)):
+            first = self._first_visible(g, at)
+            table = [NULL_BLOCK] * min(first, num_full) + source[first:num_full]
+            for block_id in table[first:]:
+                pool.touch(block_id)
+            if partial:
+                [own] = pool.take(1)
+                copies.append(Copy(g, source[num_full], own))
+                table.append(own)
+            tables.append(table)
+        self._sequences[child] = _Sequence(tables, num_full)
+        return self._edits(child.row, tables, [0] * len(tables)), copies
+
+    # progress
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Publish the full blocks of positions [0, num_tokens), all of them computed and never rolled back."""
+        sequence = self._sequences[request]
+        num_full = num_tokens // self.block_size
+        if not self.enable_prefix_caching or not sequence.publishes or num_full <= sequence.num_published:
+            return
+        hashes = self._hashes(request, num_full)
+        for i in range(sequence.num_published, num_full):
+            for pool, table in zip(self._pools, sequence.tables):
+                if table[i] != NULL_BLOCK:
+                    pool.publish(table[i], hashes[i], request.namespace)
+        sequence.num_published = num_full
+
+    def slide(self, request: Request, committed_len: int) -> list[TableEdit]:
+        """Free blocks that no query at position `committed_len` or later can see. Call after `commit`."""
+        sequence = self._sequences[request]
+        edits: list[TableEdit] = []
+        for g, table in enumerate(sequence.tables):
+            first, dead = sequence.first_live[g], min(self._first_visible(g, committed_len), len(table))
+            if dead > first:
+                self._pools[g].free(table[first:dead])
+                table[first:dead] = [NULL_BLOCK] * (dead - first)
+                sequence.first_live[g] = dead
+                edits.append(TableEdit(g, request.row, first, (NULL_BLOCK,) * (dead - first)))
+        return edits
+
+    def release(self, request: Request) -> int:
+        """Give all blocks back, last first, so that a chain's end is evicted before its start. Idempotent.
+
+        Returns how many blocks became free.
+        """
+        sequence = self._sequences.pop(request, None)
+        if sequence is None:
+            return 0
+        return sum(pool.free(reversed(table)) for pool, table in zip(self._pools, sequence.tables))
+
+    def drop(self, namespace: bytes | None = None) -> int:
+        """Forget the cached KV of a namespace (None: of all); returns the blocks forgotten.
+
+        Requests that run keep their blocks and publish nothing any more.
+        """
+        for request, sequence in self._sequences.items():
+            if namespace is None or request.namespace == namespace:
+                sequence.publishes = False
+        return sum(pool.forget(namespace) for pool in self._pools)
+
+    # accounts
+
+    def usage(self) -> CacheUsage:
+        total = sum(p.num_blocks for p in self._pools)
+        clean, cached = sum(p.num_clean for p in self._pools), sum(p.num_cached for p in self._pools)
+        slack = sum(
+            max(0, len(table) * self.block_size - request.num_computed)
+            for request, sequence in self._sequences.items()
+            for table in sequence.tables
+        )
+        return CacheUsage(total, clean + cached, clean, cached, total - clean - cached, slack)
+
+    def tables(self, request: Request) -> Sequence[Sequence[int]]:
+        """The block tables of `request`, one per group; empty if it holds none. Not to be changed."""
+        sequence = self._sequences.get(request)
+        return () if sequence is None else sequence.tables
+
+    def may_write(self, request: Request, start: int, end: int) -> bool:
+        """Whether `request` alone references every block of positions [start, end)."""
+        first, last = start // self.block_size, -(-end // self.block_size)
+        return all(
+            len(table) >= last and all(b != NULL_BLOCK and pool.refs(b) == 1 for b in table[first:last])
+            for pool, table in zip(self._pools, self._sequences[request].tables)
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if references, tables and published keys do not agree."""
+        for g, pool in enumerate(self._pools):
+            refs: Counter[int] = Counter()
+            for request, sequence in self._sequences.items():
+                table, live = sequence.tables[g], sequence.first_live[g]
+                assert all(b == NULL_BLOCK for b in table[:live]), f"{request}: a block behind the window"
+                assert all(0 < b <= pool.num_blocks for b in table[live:]), f"{request}: a hole in the table"
+                refs.update(table[live:])
+                for block_id, key in zip(table, request.block_hashes):
+                    published = pool.index.key_of(block_id)
+                    assert published in (None, key), f"{request}: block {block_id} is published with another key"
+            pool.check(refs)
+
+    # inside
+
+    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Keys of the first `num_blocks` full blocks, computing those not yet known."""
+        known, size, caps = request.block_hashes, self.block_size, self._caps
+        while len(known) < num_blocks:
+            parent = known[-1] if known else root_hash(caps.fingerprint, caps.kv_layout, request.namespace)
+            known.append(block_hash(parent, request.tokens[len(known) * size : (len(known) + 1) * size]))
+        return known[:num_blocks]
+
+    def _first_visible(self, group: int, position: int) -> int:
+        """Index of the first block that a query at `position` or later can see in `group`."""
+        window = self._windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def _blocks_at_least(self, group: int, num_tokens: int) -> int:
+        """Blocks without which `num_tokens` positions cannot be computed even in the smallest chunks."""
+        need, window = -(-num_tokens // self.block_size), self._windows[group]
+        return need if window is None else min(need, -(-window // self.block_size) + 1)
+
+    def _window_is_cached(self, group: int, hashes: list[bytes], num_hits: int) -> bool:
+        first = self._first_visible(group, num_hits * self.block_size)
+        get = self._pools[group].index.get
+        return self._windows[group] is None or all(get(key) is not None for key in hashes[first:num_hits])
+
+    def _hit_tables(self, request: Request, hit_tokens: int) -> list[list[int]]:
+        num_hits = hit_tokens // self.block_size
+        hashes = request.block_hashes[:num_hits]
+        tables: list[list[int]] = []
+        for g, pool in enumerate(self._pools):
+            first = min(self._first_visible(g, hit_tokens), num_hits)
+            found = [pool.index.get(key) for key in hashes[first:]]
+            tables.append([NULL_BLOCK] * first + [b for b in found if b is not None])
+            assert len(tables[-1]) == num_hits, f"{request}: the match has gone"
+        return tables
+
+    @staticmethod
+    def _edits(row: int, tables: list[list[int]], first: list[int]) -> list[TableEdit]:
+        return [TableEdit(g, row, f, tuple(t[f:])) for g, (t, f) in enumerate(zip(tables, first)) if len(t) > f]
