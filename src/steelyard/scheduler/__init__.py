@@ -1,1 +1,1 @@
-"""Who computes what in the next step. Pure: time, cost and policy are passed in."""
+"""Who runs in the next step: one token budget, chunked prefill, preemption. Time, cost and policy are passed in."""

@@ -1,0 +1,1 @@
+"""Rules by which waiting requests join the running ones, as injected objects."""

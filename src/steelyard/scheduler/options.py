@@ -1,0 +1,51 @@
+"""What an operator may set on the scheduler, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Limits; None takes the runner's.
+
+    overlap              step N + 1 may be scheduled while step N is in flight
+    watermark            share of the pool that stays free when a request is admitted beside others
+    max_upcoming         how many waiting requests a pass looks at to share the budget
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    overlap: bool = False
+    watermark: float = 0.01
+    max_upcoming: int = 8
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; they only grow.
+
+    prompt_tokens           prompts of admitted requests; a forked choice brings none
+    prefix_queries_tokens   prompt tokens looked up at first admission, and of those prefix_hits_tokens found
+    recomputed_tokens       positions computed again after a preemption, whether or not their request ends well
+    prefill_chunks          pieces in which prompts and lost positions were computed
+    overshoot_tokens        computed beyond a request's end and thrown away
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    overshoot_tokens: int = 0
+    prefill_chunks: int = 0
+    forks: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    finished_abort: int = 0
+    finished_error: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,0 +1,202 @@
+"""One scheduling pass: decodes, then running prefills, then waiting requests, under one token budget.
+
+    budget  |d|d|d|d|== prefill A ==|= prefill B =|== C, just admitted ==|
+             running, policy order                  waiting, policy order
+
+A prefill leaves half of what is left to shorter ones behind it, and takes back what they did not need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, TableEdit, Want
+from steelyard.core.timed import State
+from steelyard.scheduler.live import Flight, Live
+from steelyard.scheduler.protocols import Faults, Order
+from steelyard.scheduler.rows import Resident
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan being written.
+
+    capped      prefills that gave way to shorter ones: (resident, index into work)
+    missed      running residents that get nothing in this step
+    pressure    a running request did not get its blocks: nobody is admitted in this pass
+    """
+
+    now_ns: int
+    budget: int
+    work: list[RowWork] = field(default_factory=list)
+    enter: list[RowEnter] = field(default_factory=list)
+    edits: list[TableEdit] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    states: list[tuple[Resident, State]] = field(default_factory=list)
+    finished_prefills: list[Resident] = field(default_factory=list)
+    capped: list[tuple[Resident, int]] = field(default_factory=list)
+    missed: list[Resident] = field(default_factory=list)
+    pressure: bool = False
+
+
+class Planner:
+    """Writes plans over `Live`. Preempts only for running requests, and never the anchor."""
+
+    def __init__(self, live: Live, order: Order, faults: Faults) -> None:
+        self._live = live
+        self._order = order
+        self._faults = faults
+        self.draining = False
+
+    def decodes(self, draft: Draft) -> None:
+        """One token for each decoding request whose last token is not in flight already."""
+        work, budget = draft.work, draft.budget
+        decode = State.DECODE
+        for resident in list(self._live.rows.decodes):
+            if draft.pressure and resident.request.row != resident.row:
+                continue  # preempted in this pass
+            flight = resident.flight
+            start = resident.request.num_computed if flight is None else flight.start + flight.num_new
+            if start + 1 >= resident.end_len:
+                continue
+            if budget == 0 or self.draining:
+                draft.missed.append(resident)
+                continue
+            if start >= resident.room and not self._make_room(resident, start + 1, draft):
+                draft.missed.append(resident)
+                continue
+            if resident.request.state is not decode:
+                draft.states.append((resident, decode))
+            resident.flight = row_work = RowWork(resident.row, start, 1, resident.want)
+            work.append(row_work)
+            budget -= 1
+        draft.budget = budget
+
+    def prefills(self, draft: Draft, shortest_waiting: float) -> None:
+        """A chunk for each request whose known tokens are not all computed."""
+        prefills = list(self._live.rows.prefills)
+        lens = [len(r.request.tokens) - r.next_start for r in prefills]
+        for i, resident in enumerate(prefills):
+            if draft.pressure and resident.request.row != resident.row:
+                continue  # preempted in this pass
+            if draft.budget == 0 or self.draining:
+                draft.missed.append(resident)
+                continue
+            shortest = min(min(lens[i + 1 :], default=float("inf")), shortest_waiting)
+            num_new = share(lens[i], draft.budget, shortest)
+            start = resident.next_start
+            num_new = min(num_new, max(1, self._live.cache.reach(resident.request) - start))
+            if start + num_new > resident.room and not self._make_room(resident, start + num_new, draft):
+                draft.missed.append(resident)
+                continue
+            self.chunk(resident, start, num_new, draft)
+
+    def chunk(self, resident: Resident, start: int, num_new: int, draft: Draft) -> None:
+        """Write a chunk of prefill into the draft; its blocks are there."""
+        request = resident.request
+        known = len(request.tokens)
+        state = State.RECOMPUTE if start < request.recompute_until else State.PREFILL
+        if request.state is not state:
+            draft.states.append((resident, state))
+        want = resident.want if start + num_new == known else Want.NOTHING
+        if request.sampling.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1:
+            want |= Want.PROMPT_LOGPROBS
+        if start + num_new < known:
+            draft.capped.append((resident, len(draft.work)))
+        else:
+            draft.finished_prefills.append(resident)
+        resident.flight = RowWork(resident.row, start, num_new, want)
+        draft.work.append(resident.flight)
+        draft.budget -= num_new
+
+    def top_up(self, draft: Draft) -> None:
+        """Give budget that is left to the prefills that did not get all they need, first in order first."""
+        capped, draft.capped = draft.capped, []
+        for resident, index in capped:
+            old = draft.work[index]
+            more = min(draft.budget, len(resident.request.tokens) - old.start - old.num_new)
+            more = min(more, resident.room - old.start - old.num_new)
+            if more > 0:
+                end = old.start + old.num_new + more
+                want = old.want
+                if end == len(resident.request.tokens):
+                    want |= resident.want
+                    draft.finished_prefills.append(resident)
+                draft.work[index] = resident.flight = RowWork(old.row, old.start, old.num_new + more, want)
+                draft.budget -= more
+
+    def finish(self, draft: Draft, step_id: int) -> Flight | None:
+        """The plan of this draft, or None if nothing is to be computed."""
+        live, now_ns = self._live, draft.now_ns
+        idle = State.RESIDENT_UNSCHEDULED
+        draft.states += [(r, idle) for r in (*draft.missed, *live.rows.paused) if r.request.state is not idle]
+        if not live.in_flight:
+            apply_states(live, draft.states, now_ns)
+            draft.states = []
+        if not draft.work:
+            assert not draft.enter and not draft.copies, "a row without work"
+            live.edits += draft.edits
+            return None
+        for resident in draft.finished_prefills:
+            live.rows.promote(resident)
+        plan = StepPlan(
+            id=step_id,
+            enter=tuple(draft.enter),
+            leave=tuple(live.rows.leave),
+            edits=(*live.edits, *draft.edits),
+            copies=tuple(draft.copies),
+            work=tuple(draft.work),
+        )
+        live.edits = []
+        live.rows.leave.clear()
+        return Flight(plan, {work.row: work for work in plan.work}, draft.states)
+
+    def _make_room(self, resident: Resident, num_tokens: int, draft: Draft) -> bool:
+        """Blocks for `num_tokens` positions, displacing others if need be and the pipeline is empty."""
+        live, request = self._live, resident.request
+        if not self._faults.before_allocate(request, num_tokens):
+            draft.pressure = True
+            return False
+        while True:
+            edits = live.cache.grow(request, num_tokens)
+            if edits is not None:
+                draft.edits += edits
+                resident.room = live.cache.room(request)
+                return True
+            draft.pressure = True
+            if live.in_flight:
+                self.draining = True
+                return False
+            victim = self._victim(draft.now_ns)
+            if victim is None:
+                return False
+            live.preempt(victim, draft.now_ns)
+            if victim is resident:
+                return False
+
+    def _victim(self, now_ns: int) -> Resident | None:
+        """Whom to preempt: a paused request first, else the last by the order's victim key; never the anchor.
+
+        Requests already in this step's plan have work in flight and are left alone.
+        """
+        rows = self._live.rows
+        anchor = rows.anchor()
+        for candidates in (rows.paused, [*rows.decodes, *rows.prefills]):
+            free = [r for r in candidates if r.flight is None and r is not anchor]
+            if free:
+                return max(free, key=lambda r: self._order.victim_key(r.request, now_ns))
+        return None
+
+
+def share(remaining: int, budget: int, shortest_behind: float) -> int:
+    """Tokens of `budget` for a prefill that lacks `remaining`, when the shortest one behind it lacks that many."""
+    if shortest_behind < remaining:
+        return min(remaining, max(budget // 2, 1))
+    return min(remaining, budget)
+
+
+def apply_states(live: Live, states: list[tuple[Resident, State]], now_ns: int) -> None:
+    """The step that these rows were planned for begins."""
+    for resident, state in states:
+        if not resident.ended and resident.request.row == resident.row and resident.request.state is not state:
+            live.set_state(resident, state, now_ns)

@@ -1,0 +1,60 @@
+"""What is injected into the scheduler: order, batching, cost, and the hooks tests use to break things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from steelyard.core.request import Request
+
+
+class Order(Protocol):
+    """Who goes first. Lower keys first; ties are broken by arrival.
+
+    `changes`: keys depend on the time or on charges, so the queue is sorted again before each pass.
+    """
+
+    changes: bool
+
+    def key(self, request: Request, now_ns: int) -> tuple[float, ...]: ...
+
+    def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
+        """The running request with the highest key is preempted first."""
+        ...
+
+
+class Cost(Protocol):
+    """Predicted nanoseconds."""
+
+    def step_ns(self, num_tokens: int, num_rows: int, context_tokens: int) -> int: ...
+
+    def recompute_ns(self, num_tokens: int) -> int: ...
+
+    def swap_ns(self, num_tokens: int) -> int: ...
+
+
+class Batching(Protocol):
+    """When waiting requests may join, and how many tokens a step may have."""
+
+    def may_join(self, waiting: Sequence[Request], num_running: int, now_ns: int) -> int:
+        """How many of `waiting`, which is in order, may be admitted in this pass."""
+        ...
+
+    def budget(self, num_running: int, now_ns: int, cost: Cost | None) -> int | None:
+        """Tokens for the next step; None: the engine's max_num_batched_tokens. Never more than that is used."""
+        ...
+
+
+class Faults:
+    """Hooks for tests, no-ops here. Passed to the constructor; nothing else can set them."""
+
+    def before_allocate(self, request: Request, num_tokens: int) -> bool:
+        """False refuses the blocks, as if the pool were empty."""
+        return True
+
+    def before_step(self, step_id: int) -> None:
+        """May raise, as a broken scheduler would."""
+
+    def before_first_token(self, request: Request) -> str | None:
+        """A message fails the request in place of its first token."""
+        return None

@@ -1,0 +1,58 @@
+"""The queue: requests without a row, in policy order, each in the state that says why it waits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from operator import attrgetter
+
+from steelyard.core.request import Request
+from steelyard.core.timed import State
+
+_by_key = attrgetter("order_key")
+
+
+class WaitingQueue:
+    """Sorted by `order_key`. A preempted request goes back to its old place and stays PREEMPTED while it waits."""
+
+    def __init__(self) -> None:
+        self.items: list[Request] = []
+        self._shared: State | None = None
+        self._num_unlabelled = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def push(self, request: Request) -> None:
+        insort(self.items, request, key=_by_key)
+        self._num_unlabelled += 1
+
+    def remove(self, request: Request) -> None:
+        at = bisect_left(self.items, request.order_key, key=_by_key)
+        assert self.items[at] is request
+        del self.items[at]
+
+    def sort(self) -> None:
+        self.items.sort(key=_by_key)
+
+    def label(self, skipped: dict[Request, State], shared: State | None, now_ns: int) -> None:
+        """Record why each request waits: `skipped` for private reasons, the others for the `shared` one.
+
+        Costs nothing when the reason is that of the last pass and nobody came.
+        """
+        if shared is not None and (shared is not self._shared or self._num_unlabelled or skipped):
+            for request in self.items:
+                self._set(request, skipped.get(request, shared), now_ns)
+        elif shared is None:
+            for request, reason in skipped.items():
+                self._set(request, reason, now_ns)
+        self._shared = None if skipped else shared
+        self._num_unlabelled = 0
+
+    def by_reason(self) -> dict[str, int]:
+        return dict(Counter(request.state.value for request in self.items))
+
+    @staticmethod
+    def _set(request: Request, reason: State, now_ns: int) -> None:
+        if request.state is not reason and request.state is not State.PREEMPTED:
+            request.to(reason, now_ns)
