@@ -1,1 +1,1 @@
-"""Runners and clocks without a model: the shadow KV oracle, scripted text, virtual time."""
+"""Runners without a model, for tests and for serving scripted text, and a clock that stands still. No torch."""

@@ -1,0 +1,235 @@
+"""The shadow KV runner: obeys plans as a model's runner would, and fails at once where a plan is wrong.
+
+    slot     (position, token, chain)       chain = mix(chain of the position before, token), from the row's secret
+    attention at position p: walk the block table; every slot it can see must hold exactly the row's own history
+    next token = mix(chain, seed): wrong KV that escaped the walk would still change the text
+
+A stale table, a skipped copy, a block freed too early, a write to a shared block or another tenant's KV raises
+ShadowError. Steps run when launched and are revealed when collected, as on a device with a stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from steelyard.core.step import (
+    MemoryTerms,
+    RowEnter,
+    RowOut,
+    RowWork,
+    RunnerCaps,
+    StepPlan,
+    StepResult,
+    StepTiming,
+    TokenLogprobs,
+    Want,
+)
+
+_MASK = 2**64 - 1
+_Slot = tuple[int, int, int]
+
+
+class ShadowError(AssertionError):
+    """A plan would have made a real runner read or write wrong KV."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A line of the device tables: tokens, the chain after each of them, block tables, computed length."""
+
+    epoch: int
+    tokens: list[int]
+    prompt_len: int
+    seed: int
+    num_top: int
+    secret: int
+    tables: list[list[int]]
+    computed_len: int
+    chains: list[int] = field(default_factory=list)
+    failed: str = ""
+
+    def chain(self, position: int) -> int:
+        """The chain after the token at `position`; the secret before the first."""
+        while len(self.chains) <= position:
+            before = self.chains[-1] if self.chains else self.secret
+            self.chains.append(_mix(before, self.tokens[len(self.chains)]))
+        return self.chains[position] if position >= 0 else self.secret
+
+
+class ShadowRunner:
+    """Implements core.step.Runner. `secret_of` gives the tenant a row belongs to, as a number mixed into its KV.
+
+    fail   called with (plan, work) before each row's work; a message fails that row
+    step_ns  device time each step claims, on `clock`
+    """
+
+    def __init__(
+        self,
+        caps: RunnerCaps,
+        *,
+        secret_of: Callable[[RowEnter], int] = lambda enter: 0,
+        fail: Callable[[StepPlan, RowWork], str | None] = lambda plan, work: None,
+        clock: Callable[[], int] = lambda: 0,
+        step_ns: Callable[[StepPlan], int] = lambda plan: 0,
+    ) -> None:
+        self._caps = caps
+        self._secret_of = secret_of
+        self._fail = fail
+        self._clock = clock
+        self._step_ns = step_ns
+        self._rows: dict[int, _Row] = {}
+        self._kv: list[dict[tuple[int, int], _Slot]] = [{} for _ in caps.groups]
+        self._holders: list[Counter[int]] = [Counter() for _ in caps.groups]
+        self._pending: deque[StepResult] = deque()
+        self.num_copies = 0
+
+    @property
+    def caps(self) -> RunnerCaps:
+        return self._caps
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Run the step now; the result is the handle, and is only to be read through `collect`."""
+        self._apply(plan)
+        self._expect(plan.num_tokens <= self._caps.max_batched_tokens, f"{plan.num_tokens} tokens in a step")
+        self._check_writes(plan)
+        rows: list[RowOut] = []
+        failed: list[tuple[int, str]] = []
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        for work in plan.work:
+            row = self._rows[work.row]
+            row.failed = row.failed or self._fail(plan, work) or ""
+            if row.failed:
+                failed.append((work.row, row.failed))
+                continue
+            out = self._compute(work)
+            rows.append(out)
+            if Want.PROMPT_LOGPROBS in work.want:
+                prompt_logprobs[work.row] = self._prompt_logprobs(work)
+        launch_ns, device_ns = self._clock(), self._step_ns(plan)
+        timing = StepTiming(launch_ns, launch_ns + device_ns, device_ns)
+        result = StepResult(plan.id, tuple(rows), timing, prompt_logprobs, failed=tuple(failed))
+        self._pending.append(result)
+        return result
+
+    def sample(self, step: StepResult, masks: dict[int, Any]) -> None:
+        raise ShadowError("the shadow runner knows no grammar masks")
+
+    def collect(self, step: StepResult) -> StepResult:
+        self._expect(bool(self._pending) and self._pending[0] is step, "steps are collected in launch order")
+        return self._pending.popleft()
+
+    def memory(self) -> MemoryTerms:
+        return MemoryTerms(total_bytes=0)
+
+    # the plan's differences
+
+    def _apply(self, plan: StepPlan) -> None:
+        for leaving in plan.leave:
+            self._expect(leaving in self._rows, f"row {leaving} leaves and is not there")
+            for holders, table in zip(self._holders, self._rows.pop(leaving).tables):
+                holders.subtract(table)
+        for enter in plan.enter:
+            self._expect(enter.row not in self._rows, f"row {enter.row} is taken")
+            self._expect(0 <= enter.row < self._caps.max_rows, f"row {enter.row} does not exist")
+            self._expect(0 <= enter.start < len(enter.tokens), f"row {enter.row} has nothing to compute")
+            self._rows[enter.row] = self._new_row(enter)
+        for edit in plan.edits:
+            row = self._rows[edit.row]
+            table, end = row.tables[edit.group], edit.first_index + len(edit.block_ids)
+            self._expect(edit.first_index <= len(table), f"row {edit.row}: a hole in the table")
+            self._expect(all(0 <= b <= self._caps.num_blocks[edit.group] for b in edit.block_ids), "no such block")
+            self._holders[edit.group].subtract(table[edit.first_index : end])
+            table[edit.first_index : end] = edit.block_ids
+            self._holders[edit.group].update(edit.block_ids)
+        for copy in plan.copies:
+            self.num_copies += 1
+            kv = self._kv[copy.group]
+            for offset in range(self._caps.block_size):
+                kv.pop((copy.dst_block, offset), None)
+                if (copy.src_block, offset) in kv:
+                    kv[copy.dst_block, offset] = kv[copy.src_block, offset]
+
+    def _new_row(self, enter: RowEnter) -> _Row:
+        return _Row(
+            epoch=enter.epoch,
+            tokens=list(enter.tokens),
+            prompt_len=enter.prompt_len,
+            seed=enter.sampling.seed or 0,
+            num_top=enter.sampling.logprobs or 0,
+            secret=self._secret_of(enter),
+            tables=[[] for _ in self._caps.groups],
+            computed_len=enter.start,
+        )
+
+    # the forward
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """A row writes only to blocks that it alone has in its table."""
+        size = self._caps.block_size
+        self._expect(len({w.row for w in plan.work}) == len(plan.work), "a row twice in one step")
+        for work in plan.work:
+            row = self._rows[work.row]
+            first, last = work.start // size, (work.start + work.num_new - 1) // size
+            for holders, table in zip(self._holders, row.tables):
+                self._expect(last < len(table), f"row {work.row}: no block for position {work.start}")
+                for block_id in table[first : last + 1]:
+                    self._expect(block_id != 0, f"row {work.row} writes to the null block")
+                    self._expect(holders[block_id] == 1, f"row {work.row} writes to block {block_id}, which is shared")
+
+    def _compute(self, work: RowWork) -> RowOut:
+        row, end = self._rows[work.row], work.start + work.num_new
+        self._expect(work.num_new >= 1, f"row {work.row}: a step of no tokens")
+        self._expect(work.start == row.computed_len, f"row {work.row}: starts at {work.start}, not {row.computed_len}")
+        self._expect(end <= len(row.tokens), f"row {work.row}: position {end - 1} has no token")
+        self._expect(end < self._caps.max_model_len + 1, f"row {work.row}: beyond the context length")
+        for position in range(work.start, end):
+            slot = (position, row.tokens[position], row.chain(position))
+            for kv, table in zip(self._kv, row.tables):
+                kv[self._place(table, position)] = slot
+        self._attend(work, row, end)
+        row.computed_len = end
+        if Want.TOKEN not in work.want:
+            return RowOut(work.row, row.epoch, ())
+        self._expect(end == len(row.tokens), f"row {work.row}: samples in the middle of its tokens")
+        token = _mix(row.chain(end - 1), row.seed) % self._caps.vocab_size
+        row.tokens.append(token)
+        logprobs = (self._logprobs(token, row.num_top),) if Want.TOP_LOGPROBS in work.want else None
+        return RowOut(work.row, row.epoch, (token,), logprobs)
+
+    def _attend(self, work: RowWork, row: _Row, end: int) -> None:
+        for group, kv, table in zip(self._caps.groups, self._kv, row.tables):
+            first = 0 if group.window is None else max(0, work.start - group.window + 1)
+            for position in range(first, end):
+                place = self._place(table, position)
+                expected = (position, row.tokens[position], row.chain(position))
+                self._expect(place[0] != 0, f"row {work.row}: position {position} is in the null block")
+                found = kv.get(place)
+                self._expect(found == expected, f"row {work.row}: position {position} has {found}, not {expected}")
+
+    def _prompt_logprobs(self, work: RowWork) -> tuple[TokenLogprobs, ...]:
+        row = self._rows[work.row]
+        last = min(work.start + work.num_new, row.prompt_len - 1)
+        return tuple(self._logprobs(row.tokens[p + 1], 0) for p in range(work.start, last))
+
+    def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
+        top = tuple(((token + i) % self._caps.vocab_size, -1.0 - i) for i in range(num_top))
+        return TokenLogprobs(-1.0 - token / self._caps.vocab_size, top)
+
+    def _place(self, table: list[int], position: int) -> tuple[int, int]:
+        return table[position // self._caps.block_size], position % self._caps.block_size
+
+    @staticmethod
+    def _expect(holds: bool, message: str) -> None:
+        if not holds:
+            raise ShadowError(message)
+
+
+def _mix(state: int, value: int) -> int:
+    """A 64-bit mix (splitmix64's finalizer, Steele et al. 2014) of two integers."""
+    z = (state * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
