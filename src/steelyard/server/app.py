@@ -1,0 +1,100 @@
+"""The ASGI application: a table of routes over one `Service`.
+
+No middleware: each layer would cost every event of every stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from steelyard.config import ServerConfig
+from steelyard.errors import NotFound, SteelyardError
+from steelyard.server.client import EngineClient
+from steelyard.server.errors import MethodNotAllowed
+from steelyard.server.exchange import Endpoint
+from steelyard.server.metrics import Metrics
+from steelyard.server.prompts import Prompts
+from steelyard.server.responses import error_response
+from steelyard.server.routes.chat import chat_completions
+from steelyard.server.routes.completions import completions
+from steelyard.server.routes.health import Health
+from steelyard.server.routes.models import Models
+from steelyard.server.routes.tokenize import detokenize, tokenize
+from steelyard.server.service import Service
+from steelyard.text.chat import ChatTemplate
+from steelyard.text.tokenizer import Tokenizer
+
+
+def make_service(
+    config: ServerConfig,
+    client: EngineClient,
+    metrics: Metrics,
+    *,
+    model_name: str,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    eos_token_ids: frozenset[int] = frozenset(),
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+) -> Service:
+    """The shared state of a server whose engine is ready. Without a tokenizer: token ids in, token ids out."""
+    info = client.info
+    assert info is not None, "the engine is not ready"
+    prompts = Prompts(client, tokenizer, template, info.vocab_size, info.max_model_len)
+    return Service(
+        config=config,
+        client=client,
+        prompts=prompts,
+        metrics=metrics,
+        model_name=model_name,
+        eos_token_ids=eos_token_ids,
+        clock_ns=clock_ns,
+        created_s=int(time.time()),
+    )
+
+
+def create_app(service: Service) -> Starlette:
+    """The application. Its routes answer errors in OpenAI's shape, those of the router included."""
+    health, models = Health(service), Models(service)
+    generating = {
+        "/v1/completions": completions,
+        "/v1/chat/completions": chat_completions,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+    }
+    return Starlette(
+        routes=[
+            *(Route(path, Endpoint(service, path, handler), methods=["POST"]) for path, handler in generating.items()),
+            Route("/v1/models", models.all),
+            Route("/v1/models/{id:path}", models.one),
+            Route("/version", models.version),
+            Route("/health", health.health),
+            Route("/live", health.live),
+            Route("/metrics", health.metrics),
+        ],
+        exception_handlers={HTTPException: _router_error, SteelyardError: _our_error},
+    )
+
+
+async def _router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        headers = dict(error.headers or {})
+        return error_response(MethodNotAllowed(f"{where}: use {headers.get('Allow', 'another method')}"), headers)
+    if error.status_code == 404:
+        return error_response(NotFound(f"{where}: there is no such route"))
+    ours = SteelyardError(f"{where}: {error.detail}")
+    ours.status = error.status_code
+    return error_response(ours)
+
+
+async def _our_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SteelyardError)
+    return error_response(error)

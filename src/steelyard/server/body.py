@@ -1,0 +1,89 @@
+"""From the bytes of a request's body to a typed struct, or an InvalidRequest that names the field.
+
+    bytes --read_body--> bytes within the limit --decode--> struct
+
+msgspec stops at the first fault and ends its message with the fault's path; the path becomes `param`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from steelyard.errors import InvalidRequest
+from steelyard.server.errors import BodyTooLarge
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+_PATH = re.compile(r"^(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def read_body(receive: Receive, declared_bytes: int | None, limit_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as the limit is known to be passed, ClientGone on a disconnect."""
+    if declared_bytes is not None and declared_bytes > limit_bytes:
+        raise _too_large(limit_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > limit_bytes:
+            raise _too_large(limit_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes, unsupported: frozenset[str] = frozenset()) -> T:
+    """The body as the decoder's type. Raises InvalidRequest with the path of the first bad field.
+
+    Fields named in `unsupported` are known and typed to be null: anything else in them is refused by name.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), unsupported) from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        text = str(error)
+        if text.startswith("Input data was truncated"):
+            text = "it ends too early or holds a lone surrogate"
+        raise InvalidRequest(f"the body is not valid JSON: {text}", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _invalid(message: str, unsupported: frozenset[str]) -> InvalidRequest:
+    match = _PATH.match(message)
+    assert match is not None
+    text, path = match["text"], match["path"] or ""
+    if match["key"]:
+        text = f"a key: {text}"
+    for pattern, code in ((_UNKNOWN, "unknown_parameter"), (_MISSING, "missing_required_parameter")):
+        if named := pattern.match(text):
+            param = f"{path}.{named['name']}" if path else named["name"]
+            what = "is not a field this server knows" if code == "unknown_parameter" else "is required"
+            return InvalidRequest(f"{param[:200]}: {what}", param=param[:200], code=code)
+    if path in unsupported:
+        return InvalidRequest(
+            f"{path}: is not supported by this server; leave it out", param=path, code="unsupported_parameter"
+        )
+    if not path:
+        return InvalidRequest(f"the body: {text}", code="invalid_type")
+    return InvalidRequest(f"{path}: {text}", param=path, code="invalid_type")
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has more than {limit_bytes} bytes; send less, or raise --max-body-bytes")

@@ -1,0 +1,278 @@
+"""The server's half of the wire: submits prompts, routes what comes back, and knows whether the engine lives.
+
+    handler --submit--> Submit ---> engine          engine ---> Accepted | Refused --> the waiting submit
+                                                            ---> Deltas, Finished --> collectors
+                                                            ---> Status           --> gauges, health
+
+No socket and no process here: `send` takes messages, `on_messages` gets them, `died` says that the engine has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.core.hashing import chain, root_hash
+from steelyard.core.sampling import SamplingParams
+from steelyard.errors import EngineDead, Overloaded, SteelyardError
+from steelyard.server.collector import Collector
+from steelyard.server.metrics import Metrics
+from steelyard.wire.messages import (
+    Accepted,
+    Answer,
+    Ask,
+    Control,
+    Deltas,
+    Fault,
+    Finished,
+    FromEngine,
+    Ready,
+    Refused,
+    Status,
+    Stop,
+    Submit,
+    ToEngine,
+)
+
+NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids and the keys of their full blocks."""
+
+    ids: list[int]
+    block_hashes: list[bytes]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A submitted prompt: its collector, the number of its first choice there, and choices that have not ended."""
+
+    collector: Collector
+    base: int
+    num_unfinished: int
+
+
+class EngineClient:
+    """One engine, seen from the HTTP process. All methods are called on one event loop."""
+
+    def __init__(
+        self, send: Callable[[ToEngine], None], clock_ns: Callable[[], int], stall_limit_s: float, metrics: Metrics
+    ) -> None:
+        self._send = send
+        self._clock_ns = clock_ns
+        self._stall_limit_ns = int(stall_limit_s * NS)
+        self._metrics = metrics
+        self._open: dict[str, _Open] = {}
+        self._waiting: dict[str, asyncio.Future[Accepted]] = {}
+        self._asked: dict[str, asyncio.Future[Any]] = {}
+        self._ready: asyncio.Future[Ready] | None = None
+        self._heard_ns = clock_ns()
+        self._root = b""
+        self.info: Ready | None = None
+        self.status: Status | None = None
+        self.death: str | None = None
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> Ready:
+        """Wait until the engine can make tokens. Raises EngineDead if it dies first."""
+        if self.info is not None:
+            return self.info
+        self._check_alive()
+        self._ready = asyncio.get_running_loop().create_future()
+        return await self._ready
+
+    def died(self, why: str) -> None:
+        """Nothing more will come from the engine: every request in flight gets an error. Idempotent."""
+        if self.death is not None:
+            return
+        self.death = why
+        error = EngineDead(why)
+        futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._asked.values()]
+        if self._ready is not None:
+            futures.append(self._ready)
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+        self.fail_all(error)
+        for _ in {open_.collector for open_ in self._open.values()}:
+            self._metrics.request_ended("error")
+        self._open.clear()
+
+    def fail_all(self, error: SteelyardError) -> None:
+        """End every request in flight with `error`; what already came is delivered first."""
+        for collector in {open_.collector for open_ in self._open.values()}:
+            collector.fail(error)
+
+    def unhealthy(self) -> str | None:
+        """Why no token can be made, or None. Costs nothing: the engine reports its progress by itself."""
+        if self.death is not None:
+            return self.death
+        if self.info is None:
+            return "the engine is starting"
+        silent_ns = self._clock_ns() - self._heard_ns
+        if silent_ns > self._stall_limit_ns:
+            return f"the engine has said nothing for {silent_ns / NS:.1f} s"
+        status = self.status
+        if status is not None and status.stalled_ns > self._stall_limit_ns:
+            reason = f"no step made progress for {status.stalled_ns / NS:.1f} s"
+            return f"{reason}: {status.detail}" if status.detail else reason
+        return None
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    def block_hashes(self, ids: Sequence[int]) -> list[bytes]:
+        """Keys of the full blocks of a prompt; safe in a thread."""
+        info = self.info
+        assert info is not None, "hashes asked for before the engine is ready"
+        if not info.enable_prefix_caching:
+            return []
+        return chain(self._root, ids, info.block_size)
+
+    async def submit(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, priority: int, arrived_ns: int
+    ) -> Collector:
+        """Send the prompts and wait until each is accepted; choice j of prompt i is number i * n + j.
+
+        Raises what the engine refused one of them with (the others are stopped), or EngineDead.
+        The caller closes the collector with `close`, whatever happens.
+        """
+        self._check_alive()
+        collector = Collector(len(prompts), sampling.n, arrived_ns)
+        loop = asyncio.get_running_loop()
+        accepted: list[asyncio.Future[Accepted]] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                id = uuid.uuid4().hex
+                collector.ids.append(id)
+                self._open[id] = _Open(collector, i * sampling.n, sampling.n)
+                future = self._waiting[id] = loop.create_future()
+                accepted.append(future)
+                self._send(Submit(id, prompt.ids, sampling, priority=priority, block_hashes=prompt.block_hashes))
+            for answer in await asyncio.gather(*accepted):
+                self._metrics.params_max_tokens.observe(answer.max_tokens)
+        except BaseException:
+            for future in accepted:
+                future.cancel()
+            self.close(collector)
+            raise
+        self._metrics.params_n.observe(sampling.n)
+        return collector
+
+    def stop_choice(self, collector: Collector, index: int, keep: int) -> None:
+        """A stop string was found in a choice: end it there, as a success of `keep` tokens."""
+        id = collector.ids[index // collector.n]
+        if id in self._open and self.death is None:
+            self._send(Stop(id, index % collector.n, "stop_string", keep))
+
+    def close(self, collector: Collector) -> None:
+        """The request's handler is done with it; what still runs is stopped, for its client has left. Idempotent.
+
+        The entries stay until the engine has said how they ended, so that abandoned work is counted.
+        """
+        for id in collector.ids:
+            self._waiting.pop(id, None)
+            if id in self._open and self.death is None:
+                self._send(Stop(id, -1, "disconnect"))
+        collector.ids.clear()
+
+    async def ask(self, what: str) -> Any:
+        """The engine's answer to `what`: stats, config, memory, check."""
+        self._check_alive()
+        id = uuid.uuid4().hex
+        self._asked[id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(id, what))
+            return await self._asked[id]
+        finally:
+            del self._asked[id]
+
+    def control(self, what: str) -> None:
+        if self.death is None:
+            self._send(Control(what))
+
+    # ---- what the engine says ---------------------------------------------------------------------------------
+
+    def on_messages(self, messages: Sequence[FromEngine]) -> None:
+        """Take a batch from the channel, in order."""
+        now_ns = self._heard_ns = self._clock_ns()
+        for message in messages:
+            match message:
+                case Deltas():
+                    self._on_deltas(message, now_ns)
+                case Finished():
+                    self._on_finished(message, now_ns)
+                case Status():
+                    self.status = message
+                case Accepted():
+                    self._resolve(self._waiting.pop(message.id, None), message)
+                case Refused():
+                    self._on_refused(message)
+                case Answer():
+                    self._resolve(self._asked.get(message.id), message.value)
+                case Ready():
+                    self._on_ready(message)
+                case Fault():
+                    self.died(message.message)
+
+    def _on_deltas(self, deltas: Deltas, now_ns: int) -> None:
+        for delta in deltas.items:
+            open_ = self._open.get(delta.id)
+            if open_ is None:
+                continue
+            collector = open_.collector
+            gap_ns = collector.push(open_.base + delta.index, delta, now_ns)
+            if gap_ns:
+                self._metrics.itl.observe(gap_ns / len(delta.ids) / NS, len(delta.ids))
+            if collector.first_ns == 0:
+                collector.first_ns = now_ns
+                self._metrics.ttft.observe((now_ns - collector.arrived_ns) / NS)
+
+    def _on_finished(self, finished: Finished, now_ns: int) -> None:
+        open_ = self._open.get(finished.id)
+        if open_ is None:
+            return
+        collector = open_.collector
+        collector.finish(open_.base + finished.index, finished, now_ns)
+        self._metrics.choice_ended(finished)
+        open_.num_unfinished -= 1
+        if open_.num_unfinished == 0:
+            del self._open[finished.id]
+        if collector.num_unfinished == 0:
+            self._metrics.e2e.observe((now_ns - collector.arrived_ns) / NS)
+            self._metrics.request_ended(collector.outcome)
+
+    def _on_refused(self, refused: Refused) -> None:
+        self._open.pop(refused.id, None)
+        future = self._waiting.pop(refused.id, None)
+        if future is not None and not future.done():
+            future.set_exception(_refusal(refused))
+
+    def _on_ready(self, ready: Ready) -> None:
+        self.info = ready
+        self._root = root_hash(ready.fingerprint, ready.kv_layout)
+        self._resolve(self._ready, ready)
+
+    def _resolve(self, future: asyncio.Future[Any] | None, value: Any) -> None:
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def _check_alive(self) -> None:
+        if self.death is not None:
+            raise EngineDead(self.death)
+
+
+def _refusal(refused: Refused) -> SteelyardError:
+    """The engine's refusal as the error a client gets."""
+    error: SteelyardError
+    if refused.retry_after_s is not None:
+        error = Overloaded(refused.message, retry_after_s=refused.retry_after_s, param=refused.param, code=refused.code)
+    else:
+        error = SteelyardError(refused.message, param=refused.param, code=refused.code)
+    error.status = refused.status
+    return error

@@ -1,0 +1,96 @@
+"""What the engine produced for one HTTP request and its handler has not taken yet, joined per choice.
+
+    client --push--> [choice 0: ids...] [choice 1: ids...] --take--> handler
+
+A handler that is slow finds one longer delta in place of many: what is kept is bounded by the tokens asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from steelyard.errors import SteelyardError
+from steelyard.wire.messages import Delta, Finished, Logprob
+
+
+@dataclass(slots=True)
+class Update:
+    """News of one choice: ids (and logprobs beside them, if asked for), and its end if that has come."""
+
+    index: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+class Collector:
+    """The updates of all choices of one HTTP request. One reader; writers are on the same event loop.
+
+    n            choices a prompt; choice j of prompt i is number i * n + j
+    ids          the engine's request ids, one a prompt
+    arrived_ns   when the HTTP request came, on the server's clock
+    first_ns     when its first token came from the engine; 0: not yet
+    ended_ns     when its last choice ended; 0: not yet
+    last_end     the last `Finished` so far
+    """
+
+    def __init__(self, num_prompts: int, n: int, arrived_ns: int) -> None:
+        self.n = n
+        self.ids: list[str] = []
+        self.arrived_ns = arrived_ns
+        self.first_ns = 0
+        self.ended_ns = 0
+        self.last_end: Finished | None = None
+        self.num_unfinished = num_prompts * n
+        self.reasons: set[str] = set()
+        self._last_token_ns = [0] * self.num_unfinished
+        self._pending: dict[int, Update] = {}
+        self._error: SteelyardError | None = None
+        self._wake = asyncio.Event()
+
+    def push(self, index: int, delta: Delta, now_ns: int) -> int:
+        """Add a delta of choice `index`; returns nanoseconds since the choice's token before, 0 if it is its first."""
+        update = self._update(index)
+        update.ids += delta.ids
+        if delta.logprobs is not None:
+            update.logprobs += delta.logprobs
+        self._wake.set()
+        before_ns, self._last_token_ns[index] = self._last_token_ns[index], now_ns
+        return now_ns - before_ns if before_ns else 0
+
+    def finish(self, index: int, finished: Finished, now_ns: int) -> None:
+        self._update(index).finished = finished
+        self.reasons.add(finished.reason)
+        self.num_unfinished -= 1
+        self.last_end = finished
+        if self.num_unfinished == 0:
+            self.ended_ns = now_ns
+        self._wake.set()
+
+    def fail(self, error: SteelyardError) -> None:
+        """No more will come; what is pending is taken first, then `take` raises."""
+        self._error = error
+        self._wake.set()
+
+    @property
+    def outcome(self) -> str:
+        """One word for all choices: the worst reason among them."""
+        return next((reason for reason in ("error", "abort", "length", "stop") if reason in self.reasons), "abort")
+
+    async def take(self) -> list[Update]:
+        """Wait for news and take all of it, at most one update a choice. Raises the error given to `fail`."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        updates = list(self._pending.values())
+        self._pending.clear()
+        return updates
+
+    def _update(self, index: int) -> Update:
+        update = self._pending.get(index)
+        if update is None:
+            update = self._pending[index] = Update(index)
+        return update

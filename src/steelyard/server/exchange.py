@@ -1,0 +1,145 @@
+"""One HTTP request for tokens, from its body to its last byte: reading, errors, disconnect, and its ledger.
+
+    body --> handler in a task of its own, raced against `http.disconnect` --> response
+             the client leaves: the task is cancelled, and what it opened stops
+
+Errors before the first byte become an HTTP error; later ones an error event, after which the stream ends without
+[DONE]. The server learns of a disconnect in every state, streaming or not, because somebody always listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from steelyard.core.timed import State, Timed
+from steelyard.errors import SteelyardError
+from steelyard.server import sse
+from steelyard.server.body import ClientGone, read_body
+from steelyard.server.errors import error_body, error_headers
+from steelyard.server.service import Service, log
+
+_JSON = [(b"content-type", b"application/json")]
+
+
+class Exchange:
+    """The response half, and the request's `Timed`."""
+
+    def __init__(self, service: Service, endpoint: str, send: Send) -> None:
+        self.service = service
+        self.arrived_ns = service.clock_ns()
+        self.timed = Timed(State.HTTP_READ, self.arrived_ns)
+        self.started = False
+        self.engine_ledger: dict[str, int] = {}
+        self._endpoint = endpoint
+        self._send = send
+
+    def to(self, state: State, now_ns: int | None = None) -> None:
+        """Move the request's ledger on; `now_ns`: at an instant that has passed, if it is not before the last move."""
+        now = self.service.clock_ns() if now_ns is None else max(now_ns, self.timed.since_ns)
+        self.timed.to(state, now)
+
+    async def respond(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        """The whole response in one."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [*_JSON, length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def write(self, events: bytes) -> None:
+        """One or more complete events; the first call sends the headers."""
+        if not self.started:
+            await self._start(200, sse.HEADERS)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def fail(self, error: SteelyardError) -> None:
+        """Tell the client, in the way that is still possible."""
+        if self.started:
+            await self.end(sse.event(error_body(error)))
+        else:
+            if error.status >= 400:
+                self.service.metrics.rejections.add(1, error.code)
+            await self.respond(error.status, error_body(error), error_headers(error))
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        self.service.metrics.responses.add(1, self._endpoint, str(status))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+Handler = Callable[[Exchange, bytes], Awaitable[None]]
+
+
+class Endpoint:
+    """An ASGI app for one POST route that makes tokens."""
+
+    def __init__(self, service: Service, name: str, handler: Handler) -> None:
+        self._service = service
+        self._name = name
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(self._service, self._name, send)
+        self._service.num_in_flight += 1
+        try:
+            body = await read_body(receive, _declared_bytes(scope), self._service.config.max_body_bytes)
+            self._service.check_admits()
+            await _unless_client_leaves(self._handler(exchange, body), receive)
+        except ClientGone:
+            pass
+        except SteelyardError as error:
+            await exchange.fail(error)
+        except Exception:
+            log.exception("%s failed", self._name)
+            await exchange.fail(SteelyardError("the server failed; the fault is in its log"))
+        finally:
+            self._service.num_in_flight -= 1
+            exchange.to(State.ENDED)
+            self._service.metrics.account(merged_ns(exchange.timed, exchange.engine_ledger))
+
+
+def merged_ns(timed: Timed, engine_ledger: dict[str, int]) -> dict[str, int]:
+    """One ledger of both processes: the time in the engine is replaced by the engine's own account of it.
+
+    What the engine does not account for is the way there and back: `wire`. The buckets sum to the request's time.
+    """
+    buckets = {state.value: amount_ns for state, amount_ns in timed.buckets_ns.items()}
+    inside_ns = buckets.pop(State.IN_ENGINE.value, 0)
+    accounted_ns = sum(engine_ledger.values())
+    if accounted_ns > inside_ns:  # abandoned: the engine's account is not the one of this interval
+        engine_ledger, accounted_ns = {}, 0
+    for state, amount_ns in engine_ledger.items():
+        buckets[state] = buckets.get(state, 0) + amount_ns
+    buckets[State.WIRE.value] = buckets.get(State.WIRE.value, 0) + inside_ns - accounted_ns
+    return buckets
+
+
+async def _unless_client_leaves(work: Awaitable[None], receive: Receive) -> None:
+    """Run `work` to its end, or cancel it and raise ClientGone when the client closes the connection."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left = not task.done()
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if left:
+        raise ClientGone
+    task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _declared_bytes(scope: Scope) -> int | None:
+    declared = Headers(scope=scope).get("content-length", "")
+    return int(declared) if len(declared) < 20 and declared.isascii() and declared.isdigit() else None

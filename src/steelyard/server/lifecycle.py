@@ -1,0 +1,86 @@
+"""Running the application: signals, the drain, and the engine's death. uvicorn does the HTTP.
+
+    first signal   draining: /health 503, new requests 503, what runs goes on      }  exit 0
+    all answered, or --shutdown-timeout: what is left gets an error, then close    }
+    second signal  close at once
+    engine died    requests get an error, /health 503 for a moment, then close        exit 1
+
+The socket stays open while draining, so that a load balancer reads 503 and not a refused connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from steelyard.server.errors import ShuttingDown
+from steelyard.server.service import Service, log
+
+DEATH_NOTICE_S = 1.0
+"""How long a server whose engine has died still answers, so that health checks and clients hear why."""
+_TICK_S = 0.05
+_CLOSE_S = 2.0
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server with our drain before its own, and an exit status of ours."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(_CLOSE_S),
+            )
+        )
+        self._service = service
+        self._num_signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs inside the signal. Signals are not raised again after the drain: a drained server exits 0."""
+        self._num_signals += 1
+        self._service.draining = True
+        self.should_exit = True
+        if self._num_signals > 1:
+            self.force_exit = True
+
+    def engine_died(self, why: str) -> None:
+        """Tell every client, and stop after a moment."""
+        log.error("the engine has died: %s", why)
+        self._service.client.died(why)
+        asyncio.get_running_loop().call_later(DEATH_NOTICE_S, self._stop)
+
+    async def shutdown(self, sockets: object = None) -> None:
+        await self._drain()
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+
+    @property
+    def exit_status(self) -> int:
+        return 1 if self._service.client.death is not None else 0
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    async def _drain(self) -> None:
+        service = self._service
+        service.draining = True
+        deadline_ns = service.clock_ns() + int(service.config.shutdown_timeout_s * 1e9)
+        while service.num_in_flight and not self.force_exit and service.clock_ns() < deadline_ns:
+            await asyncio.sleep(_TICK_S)
+        if service.num_in_flight:
+            log.warning("%d requests were cut off by the shutdown", service.num_in_flight)
+            service.client.fail_all(ShuttingDown("the server shut down before this request was finished"))
+            await asyncio.sleep(_TICK_S)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,0 +1,242 @@
+"""What a client may send, as msgspec structs: names and types of fields, and their mapping to SamplingParams.
+
+Ranges are checked in one place, SamplingParams; a field not named here is refused by name. Null always means
+"not given". Fields under "no effect" are OpenAI's and change nothing about the answer of this server.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from steelyard.core.sampling import SamplingParams
+from steelyard.errors import InvalidRequest
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What the wire can carry."""
+T = TypeVar("T")
+
+MAX_CHOICES = 1024
+"""Prompts times n of one request."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""What /v1/completions makes if max_tokens is not given, as OpenAI's does; chat goes on to the model's end."""
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of all bodies: unknown fields are refused by name."""
+
+
+class StreamOptions(Body, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # no effect: nothing is padded
+
+
+class ResponseFormat(Body, kw_only=True):
+    type: Literal["text"]
+
+
+class GenerationBody(Body, kw_only=True):
+    """Fields shared by completions and chat completions."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    return_token_ids: bool | None = None
+    priority: Int | None = None
+    response_format: ResponseFormat | None = None
+    # no effect
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    # not supported
+    prompt_logprobs: None = None
+    structured_outputs: None = None
+    cache_salt: None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: Int | None = None
+    add_special_tokens: bool | None = None
+    best_of: Int | None = None
+    suffix: None = None
+
+
+class TextPart(Body, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body, kw_only=True):
+    """One turn. Parts of a content are joined as they stand."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_calls: None = None
+    function_call: None = None
+    refusal: None = None
+    audio: None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    max_completion_tokens: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    # no effect
+    parallel_tool_calls: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # not supported
+    tools: None = None
+    tool_choice: None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    modalities: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    """POST /tokenize: either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+def unsupported_fields(body: type[Body]) -> frozenset[str]:
+    """Fields typed as null only: known by name, refused when used."""
+    return frozenset(field.name for field in msgspec.structs.fields(body) if field.type is type(None))
+
+
+def given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:
+    """The prompts in order: all texts, or all token ids. Raises InvalidRequest."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {str}:
+        return [item for item in prompt if isinstance(item, str)]
+    if kinds == {list}:
+        return [item for item in prompt if isinstance(item, list)]
+    if kinds == {int}:
+        return [[item for item in prompt if isinstance(item, int)]]
+    what = "an empty list" if not prompt else "a mixture"
+    raise InvalidRequest(
+        f"prompt: must be a string, a list of strings, token ids or lists of token ids, got {what}", param="prompt"
+    )
+
+
+def completion_sampling(body: CompletionBody) -> SamplingParams:
+    """Raises InvalidRequest for values out of range. max_tokens stays None if it was not given."""
+    if body.best_of is not None and body.best_of != given(body.n, 1):
+        raise InvalidRequest("best_of: only the value of n is supported; leave it out", param="best_of")
+    wants_prompt = bool(body.echo) and body.logprobs is not None
+    if wants_prompt and body.stream:
+        raise InvalidRequest("echo: with logprobs is served without stream only", param="echo")
+    values = _values(body, body.max_tokens)
+    return SamplingParams(logprobs=body.logprobs, prompt_logprobs=body.logprobs if wants_prompt else None, **values)
+
+
+def chat_sampling(body: ChatBody) -> SamplingParams:
+    """Raises InvalidRequest for values out of range. max_tokens stays None if it was not given."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
+        raise InvalidRequest(
+            "max_completion_tokens: differs from max_tokens; give one of them", param="max_completion_tokens"
+        )
+    renamed = {"logprobs": "top_logprobs"}
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+        renamed["max_tokens"] = "max_completion_tokens"
+    logprobs = given(body.top_logprobs, 0) if body.logprobs else None
+    try:
+        return SamplingParams(logprobs=logprobs, **_values(body, max_tokens))
+    except InvalidRequest as error:
+        param = error.param or ""
+        if param in renamed:
+            text = error.message.replace(f"{param}:", f"{renamed[param]}:", 1)
+            raise InvalidRequest(text, param=renamed[param], code=error.code) from None
+        raise
+
+
+_SAME_NAME = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def _values(body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams for the fields both endpoints have."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+    stop = body.stop
+    values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    values["max_tokens"] = max_tokens
+    values["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    values["logit_bias"] = tuple((body.logit_bias or {}).items())
+    return values

@@ -1,0 +1,223 @@
+"""From the engine's ids to chunks of text: all choices of one HTTP request, shared by both endpoints.
+
+    collector --updates--> Choice (text, stop strings, held tokens) --Chunk--> endpoint's own JSON
+
+Ids and logprobs are held back as long as their text is, so that what a stop string cuts off was never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from steelyard.core.request import FinishReason
+from steelyard.core.sampling import SamplingParams
+from steelyard.core.timed import State
+from steelyard.errors import RequestFailed
+from steelyard.server.admission import Reservation
+from steelyard.server.client import Prompt
+from steelyard.server.collector import Collector, Update
+from steelyard.server.exchange import Exchange
+from steelyard.text.stream import TextStream
+from steelyard.wire.messages import Finished, Logprob
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What to send of one choice. `finish_reason` is set in a choice's last chunk and in no other."""
+
+    index: int
+    text: str
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """One choice. `stop_ids` are the ids that end it; their own text is shown only if the client asked."""
+
+    def __init__(self, index: int, stream: TextStream | None, sampling: SamplingParams, stop_ids: frozenset[int]):
+        self.index = index
+        self.end: Finished | None = None
+        self.stop_string_keep: int | None = None
+        self._stream = stream
+        self._sampling = sampling
+        self._stop_ids = stop_ids
+        self._num_tokens = 0
+        self._text_ended = False
+        self._held = Chunk(index, "")
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Generated tokens that count: none behind a stop string, whenever the engine was told of it."""
+        assert self.end is not None, "usage asked for before the end"
+        num_tokens = self.end.usage.completion_tokens
+        return num_tokens if self.stop_string_keep is None else min(num_tokens, self.stop_string_keep)
+
+    def feed(self, update: Update) -> Chunk | None:
+        """The chunk that `update` makes ready, if any. Raises RequestFailed if the engine could not go on."""
+        self.end = update.finished or self.end
+        if self._text_ended:
+            return None
+        if update.finished is not None and update.finished.reason == FinishReason.ERROR.value:
+            raise RequestFailed(update.finished.message or "the engine could not finish this request")
+        shown = self._shown(update.ids)
+        self._num_tokens += len(update.ids)
+        self._held.ids += update.ids
+        self._held.logprobs += update.logprobs
+        if self._stream is not None:
+            piece = self._stream.feed(shown)
+            self._held.text += piece.text
+            if piece.stop_string is not None:
+                self.stop_string_keep = piece.keep
+                return self._last(FinishReason.STOP.value, piece.stop_string, self._num_tokens - piece.keep)
+        if update.finished is not None:
+            return self._finish(update.finished)
+        if self._stream is not None and not self._held.text:
+            return None
+        return self._release()
+
+    def _shown(self, ids: list[int]) -> list[int]:
+        """The ids whose text is shown: those before a stop id that ends the choice."""
+        if self._sampling.include_stop_str_in_output:
+            return ids
+        for i, token in enumerate(ids):
+            if token in self._stop_ids and self._num_tokens + i + 1 >= self._sampling.min_tokens:
+                return ids[:i]
+        return ids
+
+    def _finish(self, finished: Finished) -> Chunk:
+        if self._stream is not None:
+            self._held.text += self._stream.finish()
+        token = finished.stop_token
+        return self._last(finished.reason, token if token in self._sampling.stop_token_ids else None, 0)
+
+    def _last(self, reason: str, stop_reason: str | int | None, num_cut: int) -> Chunk:
+        """The last chunk, less the last `num_cut` tokens."""
+        self._text_ended = True
+        chunk = self._release()
+        chunk.finish_reason, chunk.stop_reason = reason, stop_reason
+        if num_cut:
+            del chunk.ids[max(len(chunk.ids) - num_cut, 0) :]
+            del chunk.logprobs[max(len(chunk.logprobs) - num_cut, 0) :]
+        return chunk
+
+    def _release(self) -> Chunk:
+        chunk, self._held = self._held, Chunk(self.index, "")
+        return chunk
+
+
+class Run:
+    """A request in the engine's hands. Use as a context: leaving it stops what still runs.
+
+    continues  the text goes on where the prompt's ends (completions), and is not one of its own (chat)
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        place: Reservation,
+        continues: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._continues = continues
+        self._prompts = prompts
+        self._sampling = sampling
+        self._place = place
+        self._collector: Collector | None = None
+        service = exchange.service
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= service.eos_token_ids
+        self._choices = [
+            Choice(index, self._text_stream(), sampling, stop_ids) for index in range(len(prompts) * sampling.n)
+        ]
+
+    async def start(self, priority: int) -> None:
+        """Submit. Raises what the engine refuses with, before any byte of a response."""
+        exchange = self._exchange
+        exchange.to(State.IN_ENGINE)
+        self._collector = await exchange.service.client.submit(
+            self._prompts, self._sampling, priority=priority, arrived_ns=exchange.arrived_ns
+        )
+
+    async def __aenter__(self) -> Run:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        collector = self._collector
+        if collector is None:
+            return
+        exchange = self._exchange
+        exchange.service.client.close(collector)
+        if collector.last_end is not None:
+            exchange.engine_ledger = collector.last_end.ledger
+
+    async def chunks(self) -> AsyncIterator[list[Chunk]]:
+        """Chunks as they come, at most one a choice at a time, until every choice has ended."""
+        collector = self._collector
+        assert collector is not None, "chunks asked for before start"
+        client = self._exchange.service.client
+        num_open = len(self._choices)
+        while num_open:
+            updates = await collector.take()
+            self._place.release(served=True)
+            if collector.ended_ns:
+                self._exchange.to(State.DETOKENIZE, collector.ended_ns)
+            ready: list[Chunk] = []
+            for update in updates:
+                choice = self._choices[update.index]
+                if chunk := choice.feed(update):
+                    ready.append(chunk)
+                    if choice.end is None and choice.stop_string_keep is not None:
+                        client.stop_choice(collector, choice.index, choice.stop_string_keep)
+                num_open -= update.finished is not None
+            if collector.ended_ns:
+                self._exchange.to(State.STREAM)
+            if ready:
+                yield ready
+
+    async def whole(self) -> list[Chunk]:
+        """Every choice in one chunk, in order of their numbers, once all have ended."""
+        joined: dict[int, Chunk] = {}
+        async for chunks in self.chunks():
+            for chunk in chunks:
+                into = joined.setdefault(chunk.index, Chunk(chunk.index, ""))
+                into.text += chunk.text
+                into.ids += chunk.ids
+                into.logprobs += chunk.logprobs
+                into.finish_reason, into.stop_reason = chunk.finish_reason, chunk.stop_reason
+        return [joined[index] for index in sorted(joined)]
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage of all prompts and choices together."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        completion_tokens = sum(choice.num_completion_tokens for choice in self._choices)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        if self._exchange.service.config.enable_prompt_tokens_details:
+            firsts = (choice.end for choice in self._choices[:: self._sampling.n])
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(end.usage.cached_tokens for end in firsts if end)}
+        return usage
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of choice `index`."""
+        return self._prompts[index // self._sampling.n]
+
+    def prompt_logprobs(self, index: int) -> list[Logprob]:
+        """Of choice `index`'s prompt, once it has ended; empty if not asked for."""
+        end = self._choices[index].end
+        return list(end.prompt_logprobs or ()) if end is not None else []
+
+    def _text_stream(self) -> TextStream | None:
+        tokenizer = self._exchange.service.prompts.tokenizer
+        if tokenizer is None:
+            return None
+        return TextStream.for_request(tokenizer, self._sampling, continues=self._continues)
