@@ -1,0 +1,52 @@
+"""The operators a model is made of, as one protocol per device. No kernel here, and no choice of one.
+
+decoder --> Backend.linear, rms_norm, rotate, gated ...   one object a device, given to every layer
+            Backend.attention                             the seam of attention.py
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from steelyard.kernels.attention import Attention
+from steelyard.kernels.sampling import Controls
+
+
+class Backend(Protocol):
+    """Operators on [T, ...] activations of one dtype. Never synchronises; results are new tensors unless said.
+
+    Norm weights are float32 and norms are computed in float32 (float64 for float64 inputs), then rounded to x's dtype.
+    """
+
+    name: str
+    attention: Attention
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(residual + x), residual + x); `residual` may be overwritten."""
+        ...
+
+    def rotate(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotary embedding, halves form (Su et al., 2021): pairs (i, i + rot / 2) of the first `rot` dimensions.
+
+        x [T, H, D], queries and keys side by side; cos_sin float32 [T, rot]: cosines of rot / 2 frequencies, then
+        sines. May be done in place; the result is returned.
+        """
+        ...
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """act(x[:, :F]) * x[:, F:] for x [T, 2 F]; activation is silu or gelu_tanh or gelu."""
+        ...
+
+    def choose(self, logits: Tensor, u: Tensor, controls: Controls) -> Tensor:
+        """One sampled id per row, int64 [S]; see kernels/sampling.py for the rule."""
+        ...

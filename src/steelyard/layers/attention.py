@@ -1,0 +1,84 @@
+"""Self-attention of one decoder layer: project, norm and rotate heads, attend over paged KV, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steelyard.kernels.attention import AttnSpec, KvLayer
+from steelyard.kernels.backend import Backend
+from steelyard.layers.batch import StepBatch
+from steelyard.layers.linear import Linear, Place, Target
+from steelyard.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of one layer's attention and what it does to heads before rotating them.
+
+    qk_norm   none; head: one norm over each head's D (Qwen 3, Gemma 3); full: over all heads at once (OLMo 2)
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: str = "none"
+    norm_eps: float = 1e-6
+    norm_stored_minus_one: bool = False
+
+
+class SelfAttention:
+    """One layer. `spec` is what its attention computes; without rotary rows (`cos_sin` None) it uses no positions."""
+
+    __slots__ = ("backend", "k_norm", "out", "q_norm", "qkv", "shape", "spec")
+
+    def __init__(self, backend: Backend, place: Place, shape: HeadShape, spec: AttnSpec) -> None:
+        self.backend = backend
+        self.shape = shape
+        self.spec = spec
+        num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.qkv = Linear(backend, place, shape.hidden_size, (num_q, num_kv, num_kv), shape.qkv_bias)
+        self.out = Linear(backend, place, num_q, (shape.hidden_size,), shape.out_bias)
+        self.q_norm = self.k_norm = None
+        if shape.qk_norm != "none":
+            sizes = (shape.head_dim, shape.head_dim) if shape.qk_norm == "head" else (num_q, num_kv)
+            self.q_norm, self.k_norm = (
+                RmsNorm(backend, place, size, shape.norm_eps, shape.norm_stored_minus_one) for size in sizes
+            )
+
+    def __call__(self, x: Tensor, batch: StepBatch, kv: KvLayer, cos_sin: Tensor | None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; the new K and V are written to `kv`."""
+        shape = self.shape
+        num_q, num_qk = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
+        rotated = heads[:, :num_qk] if self.q_norm is None else self._normed(heads, num_q, num_qk)
+        if cos_sin is not None:
+            rotated = self.backend.rotate(rotated, cos_sin)
+        out = torch.empty(x.shape[0], num_q, shape.head_dim, dtype=x.dtype, device=x.device)
+        self.backend.attention.forward(
+            rotated[:, :num_q], rotated[:, num_q:], heads[:, num_qk:], kv, batch.attn, self.spec, out
+        )
+        return self.out(out.view(x.shape[0], -1))
+
+    def _normed(self, heads: Tensor, num_q: int, num_qk: int) -> Tensor:
+        assert self.q_norm is not None and self.k_norm is not None
+        q, k = heads[:, :num_q], heads[:, num_q:num_qk]
+        if self.shape.qk_norm == "head":
+            return torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        flat = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
+        return torch.cat(flat, dim=1).view(q.shape[0], num_qk, -1)
+
+    def targets(self, name: str, fused: bool) -> dict[str, Target]:
+        """Checkpoint name -> view; `fused` checkpoints hold q, k and v as one tensor (Phi-3)."""
+        found = self.qkv.targets(
+            *([f"{name}.qkv_proj"] if fused else [f"{name}.{part}_proj" for part in ("q", "k", "v")])
+        )
+        found |= self.out.targets(f"{name}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= self.q_norm.targets(f"{name}.q_norm") | self.k_norm.targets(f"{name}.k_norm")
+        return found

@@ -1,0 +1,67 @@
+"""Linear layers: one matrix, or several that share an input fused into one. No parallelism here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steelyard.kernels.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor goes: a view of a weight, and the number added to every value on the way."""
+
+    view: Tensor
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How weights are held."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialised weight: the loader fills every element or refuses the checkpoint."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def empty_norm(self, *shape: int) -> Tensor:
+        """An uninitialised norm weight: float32 (float64 in a float64 model), since it is tiny and rounds badly."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+class Linear:
+    """y = x W^T + b with W [sum(parts), K]: outputs of `parts` lie side by side, so one product serves all.
+
+    q | k | v, or gate | up: parts keep their own names in the checkpoint.
+    """
+
+    __slots__ = ("backend", "bias", "parts", "weight")
+
+    def __init__(self, backend: Backend, place: Place, num_inputs: int, parts: tuple[int, ...], bias: bool) -> None:
+        self.backend = backend
+        self.parts = parts
+        self.weight = place.empty(sum(parts), num_inputs)
+        self.bias = place.empty(sum(parts)) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, sum(parts)]."""
+        return self.backend.linear(x, self.weight, self.bias)
+
+    def targets(self, *names: str) -> dict[str, Target]:
+        """Checkpoint name -> view. One name: a checkpoint that is fused already; else one name a part."""
+        sizes = self.parts if len(names) > 1 else (sum(self.parts),)
+        assert len(sizes) == len(names), f"{names} for {len(sizes)} parts"
+        found: dict[str, Target] = {}
+        first = 0
+        for name, size in zip(names, sizes, strict=True):
+            found[f"{name}.weight"] = Target(self.weight[first : first + size])
+            if self.bias is not None:
+                found[f"{name}.bias"] = Target(self.bias[first : first + size])
+            first += size
+        return found

@@ -1,0 +1,160 @@
+"""The one decoder: embedding, layers, final norm, head. Every family is a DecoderConfig of it.
+
+hidden = decoder.forward(batch)      [T, hidden], KV of the new tokens written
+logits = decoder.logits(hidden[i])   float32 [S, V], only for the positions that are asked for
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from steelyard.kernels.attention import AttnSpec, KvLayer
+from steelyard.kernels.backend import Backend
+from steelyard.layers.attention import HeadShape, SelfAttention
+from steelyard.layers.batch import StepBatch
+from steelyard.layers.embedding import Embedding, Head
+from steelyard.layers.linear import Place, Target
+from steelyard.layers.mlp import GatedMlp, MixtureOfExperts
+from steelyard.layers.norm import RmsNorm
+from steelyard.layers.rotary import rotary_table
+from steelyard.models.config import DecoderConfig, LayerConfig
+
+
+class DecoderLayer:
+    """Attention and MLP, each between its norms, added to the residual stream.
+
+    The stream travels as (branch, residual): the sum is taken by the next norm, in one operator.
+    """
+
+    __slots__ = ("after_attn", "after_mlp", "attention", "before_attn", "before_mlp", "config", "mlp", "rope", "scale")
+
+    def __init__(self, backend: Backend, place: Place, config: DecoderConfig, layer: LayerConfig, group: int) -> None:
+        self.config = config
+        self.rope = layer.rope
+        self.scale = config.residual_scale
+        shape = HeadShape(
+            config.hidden_size,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            config.qkv_bias,
+            config.out_bias,
+            config.qk_norm,
+            config.norm_eps,
+            config.norm_stored_minus_one,
+        )
+        scale = config.attn_scale if config.attn_scale is not None else 1 / math.sqrt(layer.head_dim)
+        spec = AttnSpec(scale=scale, window=layer.window, softcap=config.attn_softcap, group=group)
+        self.attention = SelfAttention(backend, place, shape, spec)
+        self.mlp: GatedMlp | MixtureOfExperts
+        if layer.moe is not None:
+            self.mlp = MixtureOfExperts(backend, place, config.hidden_size, layer.moe, config.activation)
+        else:
+            self.mlp = GatedMlp(
+                backend, place, config.hidden_size, layer.inner_size, config.activation, config.mlp_bias
+            )
+        names = config.norms
+        self.before_attn, self.after_attn, self.before_mlp, self.after_mlp = (
+            RmsNorm(backend, place, config.hidden_size, config.norm_eps, config.norm_stored_minus_one)
+            if name is not None
+            else None
+            for name in (names.before_attn, names.after_attn, names.before_mlp, names.after_mlp)
+        )
+
+    def __call__(
+        self, branch: Tensor | None, residual: Tensor, batch: StepBatch, kv: KvLayer, cos_sin: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(branch or None, residual) [T, hidden] in, the same out; the stream's value is their sum."""
+        x, residual = add_then_norm(self.before_attn, branch, residual)
+        branch = self._leave(self.after_attn, self.attention(x, batch, kv, cos_sin))
+        x, residual = add_then_norm(self.before_mlp, branch, residual)
+        return self._leave(self.after_mlp, self.mlp(x)), residual
+
+    def _leave(self, norm: RmsNorm | None, branch: Tensor) -> Tensor:
+        if norm is not None:
+            branch = norm(branch)
+        return branch if self.scale == 1.0 else branch * self.scale
+
+    def targets(self, name: str) -> dict[str, Target]:
+        """Checkpoint name -> view."""
+        found = self.attention.targets(f"{name}.self_attn", self.config.fused_names)
+        if isinstance(self.mlp, MixtureOfExperts):
+            found |= self.mlp.targets(name)
+        else:
+            found |= self.mlp.targets(f"{name}.mlp", self.config.fused_names)
+        names = self.config.norms
+        for norm, norm_name in (
+            (self.before_attn, names.before_attn),
+            (self.after_attn, names.after_attn),
+            (self.before_mlp, names.before_mlp),
+            (self.after_mlp, names.after_mlp),
+        ):
+            if norm is not None:
+                found |= norm.targets(f"{name}.{norm_name}")
+        return found
+
+
+def add_then_norm(norm: RmsNorm | None, branch: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(residual + branch), residual + branch); no norm: the sum twice."""
+    if branch is None:
+        return (residual if norm is None else norm(residual)), residual
+    if norm is None:
+        total = residual + branch
+        return total, total
+    return norm.after_add(branch, residual)
+
+
+class Decoder:
+    """Weights are uninitialised until models/load.py has filled every target."""
+
+    def __init__(self, config: DecoderConfig, backend: Backend, place: Place, max_model_len: int) -> None:
+        self.config = config
+        self.backend = backend
+        self.place = place
+        self.embedding = Embedding(place, config.vocab_size, config.hidden_size, config.embed_scale)
+        groups = config.windows
+        self.layers = [
+            DecoderLayer(backend, place, config, layer, groups.index(layer.window)) for layer in config.layers
+        ]
+        self.norm = RmsNorm(
+            backend, place, config.hidden_size, config.norm_eps, stored_minus_one=config.norm_stored_minus_one
+        )
+        head = self.embedding.weight if config.tied else place.empty(config.vocab_size, config.hidden_size)
+        self.head = Head(backend, head, config.logits_divisor, config.logits_softcap)
+        self.ropes = tuple(rotary_table(rope, max_model_len, place.device) for rope in config.ropes)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Final hidden states [T, hidden], normed; the new tokens' K and V are in the pool afterwards."""
+        self.backend.attention.prepare(batch.attn)
+        rotary = [torch.index_select(table, 0, batch.attn.positions) for table in self.ropes]
+        residual = self.embedding(batch.token_ids)
+        branch: Tensor | None = None
+        for layer, kv in zip(self.layers, batch.kv, strict=True):
+            cos_sin = None if layer.rope is None else rotary[layer.rope]
+            branch, residual = layer(branch, residual, batch, kv, cos_sin)
+        hidden, _ = add_then_norm(self.norm, branch, residual)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> float32 [S, V]."""
+        return self.head(hidden)
+
+    def targets(self) -> dict[str, Target]:
+        """Every checkpoint name this decoder needs, and the view it fills."""
+        config = self.config
+        found = self.embedding.targets(f"{config.prefix}.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            found |= layer.targets(f"{config.prefix}.layers.{i}")
+        found |= self.norm.targets(f"{config.prefix}.norm")
+        if not config.tied:
+            found[f"{config.head_name}.weight"] = Target(self.head.weight)
+        return found
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights, a tied head once."""
+        storages = {t.view.untyped_storage().data_ptr(): t.view.untyped_storage() for t in self.targets().values()}
+        return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,122 @@
+"""The KV pool: allocation, views per layer, copies of blocks, and how large it may be.
+
+    group pool   [blocks + 1, layers, 2, Hkv, block_size, D]     block-major: a block is one run of memory
+    layer view   pool[:, layer, 0] and pool[:, layer, 1]         [blocks + 1, Hkv, block_size, D]
+
+Block 0 is the null block. The pool is zeroed once: positions behind a row's end are read before they are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.core.step import Copy
+from steelyard.errors import StartError
+from steelyard.kernels.attention import KvLayer
+from steelyard.models.config import DecoderConfig
+from steelyard.plan.memory import KvPools, MemoryBudget
+from steelyard.plan.shape import ModelShape
+from steelyard.runner.options import Limits, RunnerOptions
+from steelyard.runner.staging import Staging
+
+DEFAULT_SHARE = {"cpu": 0.5, "cuda": 0.9}
+
+
+class KvPool:
+    """One pool a KV group; `layers[i]` are decoder layer i's views."""
+
+    def __init__(self, config: DecoderConfig, num_blocks: Sequence[int], block_size: int, pool: torch.Tensor) -> None:
+        """`pool`: an empty tensor whose dtype and device the pools take."""
+        self.block_size = block_size
+        self.pools: list[Tensor] = []
+        views: dict[int, KvLayer] = {}
+        for group, window in enumerate(config.windows):
+            members = [i for i, layer in enumerate(config.layers) if layer.window == window]
+            first = config.layers[members[0]]
+            shape = (num_blocks[group] + 1, len(members), 2, first.num_kv_heads, block_size, first.head_dim)
+            blocks = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+            self.pools.append(blocks)
+            for at, layer in enumerate(members):
+                views[layer] = KvLayer(blocks[:, at, 0], blocks[:, at, 1], block_size)
+        self.layers = tuple(views[i] for i in range(len(config.layers)))
+
+    def stage(self, copies: Sequence[Copy], staging: Staging) -> None:
+        """Put a plan's copies into the step's upload."""
+        for group in range(len(self.pools)):
+            some = [c for c in copies if c.group == group]
+            if some:
+                staging.add(f"copy_src{group}", np.array([c.src_block for c in some], np.int32))
+                staging.add(f"copy_dst{group}", np.array([c.dst_block for c in some], np.int32))
+
+    def copy(self, staging: Staging) -> None:
+        """Copy whole blocks, all layers of their group; every source is read before any destination is written."""
+        for group, pool in enumerate(self.pools):
+            if f"copy_src{group}" in staging:
+                blocks = pool.index_select(0, staging[f"copy_src{group}"])
+                pool.index_copy_(0, staging[f"copy_dst{group}"].long(), blocks)
+
+    def clear(self, group: int, blocks: Tensor) -> None:
+        """Zero whole blocks that a row is about to begin.
+
+        Slots not written yet are read and then masked; what a former owner left there (NaN, if it failed) would
+        survive the mask.
+        """
+        self.pools[group].index_fill_(0, blocks, 0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools)
+
+
+def size_pool(
+    shape: ModelShape, options: RunnerOptions, limits: Limits, budget: MemoryBudget, dtype_bytes: int
+) -> tuple[int, ...]:
+    """Usable blocks of each group: as told, else what a given number of bytes holds, else what `budget` leaves.
+
+    Never more than max_rows sequences of max_model_len can use. Raises StartError with the numbers if nothing fits.
+    """
+    pools = KvPools.of(shape, limits.block_size, dtype_bytes, expected_len=limits.max_model_len)
+    if options.num_gpu_blocks_override is not None:
+        return pools.blocks_at(options.num_gpu_blocks_override)
+    available = options.kv_cache_memory_bytes
+    if available is None:
+        budget.check()
+        available = budget.kv_bytes
+    scale = min(pools.fit(available), limits.max_rows * max(pools.ratio))
+    if scale < 1:
+        raise StartError(
+            f"{available:,} bytes are left for the KV cache and one block takes {pools.bytes_at(1):,}; give more "
+            "memory (--kv-cache-memory-bytes, --gpu-memory-utilization) or a smaller --block-size",
+            param="kv_cache_memory_bytes",
+        )
+    return pools.blocks_at(scale)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can be had on the device now; on a CPU, within the container's limit where there is one."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = [n for n in (_meminfo_available(), _cgroup_available()) if n is not None]
+    return min(free) if free else 4 * 2**30
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_available() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (root / "memory.max").read_text(), (root / "memory.current").read_text()
+    except OSError:
+        return None
+    return None if limit.strip() == "max" else max(int(limit) - int(used), 0)

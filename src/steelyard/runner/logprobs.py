@@ -1,0 +1,62 @@
+"""Log-probabilities of tokens and of the best alternatives: the model's own distribution, before any sampling rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steelyard.core.step import TokenLogprobs
+
+CHUNK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """own float [S]; values float and ids int64 [S, K], best first (K may be 0)."""
+
+    own: Tensor
+    values: Tensor
+    ids: Tensor
+
+    def to_host(self) -> TopLogprobs:
+        """See Sampled.to_host."""
+        return TopLogprobs(pinned(self.own), pinned(self.values), pinned(self.ids))
+
+    def rows(self) -> Iterator[tuple[float, list[int], list[float]]]:
+        """Host values, row by row; the tensors must have been copied to the host."""
+        yield from zip(self.own.tolist(), self.ids.tolist(), self.values.tolist())
+
+
+def pinned(values: Tensor) -> Tensor:
+    """A copy in pinned host memory that does not wait for the device."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> TopLogprobs:
+    """Natural log-probabilities under logits [S, V] of tokens [S], and the num_top best."""
+    log_total = torch.logsumexp(logits, dim=-1)
+    own = logits.gather(1, tokens[:, None])[:, 0] - log_total
+    values, ids = torch.topk(logits, min(num_top, logits.shape[1]), dim=-1)
+    return TopLogprobs(own, values - log_total[:, None], ids)
+
+
+def prompt_logprobs(
+    hidden: Tensor, tokens: Tensor, num_top: int, logits_of: Callable[[Tensor], Tensor], vocab_size: int
+) -> TopLogprobs:
+    """The same for hidden states [S, H] and their next tokens [S], some rows at a time: S x V is never held."""
+    at_once = max(CHUNK_ELEMENTS // vocab_size, 1)
+    parts = [
+        top_logprobs(logits_of(hidden[i : i + at_once]), tokens[i : i + at_once], num_top)
+        for i in range(0, hidden.shape[0], at_once)
+    ]
+    return TopLogprobs(
+        torch.cat([p.own for p in parts]), torch.cat([p.values for p in parts]), torch.cat([p.ids for p in parts])
+    )
+
+
+def as_token_logprobs(own: float, ids: list[int], values: list[float], num_top: int) -> TokenLogprobs:
+    """The public form of one position, `num_top` of the alternatives kept."""
+    return TokenLogprobs(own, tuple(zip(ids[:num_top], values[:num_top])))

@@ -1,0 +1,83 @@
+"""What an operator chose for the machine, and what None becomes: device, dtype, sizes. No model is loaded here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from steelyard.errors import StartError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """The fields of EngineConfig that a runner needs, with the same names and meanings.
+
+    overlap   results are collected after the next launch; None: where the device runs by itself
+    backend   auto, or the name of one (reference: slow and exact, for tests)
+    """
+
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    overlap: bool | None = None
+    seed: int = 0
+    backend: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Definite sizes of a runner."""
+
+    max_model_len: int
+    max_rows: int
+    max_batched_tokens: int
+    block_size: int
+    overlaps: bool
+
+
+def resolve_device(name: str) -> torch.device:
+    """--device as a torch device. Raises StartError where CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise StartError("--device cuda: torch finds no CUDA device here; use --device cpu", param="device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """--dtype as a torch type. auto is float32 on a CPU, where it is exact, and bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
+def resolve_limits(options: RunnerOptions, device: torch.device, context: int) -> Limits:
+    """Defaults by device; `context` is how many positions the model was trained for.
+
+    Raises StartError for a --max-model-len beyond it.
+    """
+    on_gpu = device.type == "cuda"
+    max_model_len = options.max_model_len or context
+    if max_model_len > context:
+        raise StartError(
+            f"--max-model-len {max_model_len} is more than the model's {context} positions; ask for at most that",
+            param="max_model_len",
+        )
+    return Limits(
+        max_model_len=max_model_len,
+        max_rows=options.max_num_seqs or (256 if on_gpu else 64),
+        max_batched_tokens=options.max_num_batched_tokens or (8192 if on_gpu else 512),
+        block_size=options.block_size or (64 if on_gpu else 16),
+        overlaps=on_gpu if options.overlap is None else options.overlap,
+    )

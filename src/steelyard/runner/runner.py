@@ -1,0 +1,246 @@
+"""TorchRunner: obeys a StepPlan, returns a StepResult. It knows no request, no queue and no policy.
+
+    launch   stage differences -> one upload -> tables -> expand -> forward -> logits of sampled rows -> sample
+    sample   the rows whose grammar mask was not ready at launch
+    collect  the one place that waits
+
+A decode's input token is read from the device's token table, where the step before put it, so a step can be launched
+before the one in front of it has been collected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.core.step import (
+    MemoryTerms,
+    RowOut,
+    RowWork,
+    RunnerCaps,
+    StepPlan,
+    StepResult,
+    StepTiming,
+    TokenLogprobs,
+    Want,
+)
+from steelyard.models.decoder import Decoder
+from steelyard.runner.inputs import Layout, expand, lay_out
+from steelyard.runner.kv import KvPool
+from steelyard.runner.logprobs import TopLogprobs, as_token_logprobs, prompt_logprobs
+from steelyard.runner.options import Limits
+from steelyard.runner.rows import HostRow, Rows
+from steelyard.runner.sampler import Job, Sampled, Sampler
+from steelyard.runner.staging import Staging
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in flight: its rows with their epochs, and the tensors its results will be read from."""
+
+    plan: StepPlan
+    layout: Layout
+    hosts: tuple[HostRow, ...]
+    launch_ns: int
+    sampled: list[Sampled] = field(default_factory=list)
+    prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
+    waiting: tuple[list[Job], Tensor] | None = None
+    done_ns: int = 0
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+
+class TorchRunner:
+    """Implements core.step.Runner over one decoder on one device. Built by runner/start.py."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KvPool,
+        caps: RunnerCaps,
+        limits: Limits,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._caps = caps
+        self._device = decoder.place.device
+        self._rows = Rows(limits, len(caps.groups), self._device)
+        self._sampler = Sampler(self._rows, decoder.backend, eos_ids, caps.vocab_size)
+        self._in_flight: list[Launched] = []
+        self._last_done_ns = 0
+        self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)
+
+    @property
+    def caps(self) -> RunnerCaps:
+        return self._caps
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start a step. On a CPU it is computed here; its results are still read by `collect` only."""
+        assert not plan.swaps, "this runner has no host tier"
+        staging = Staging()
+        self._rows.stage(plan, staging)
+        self._kv.stage(plan.copies, staging)
+        layout = lay_out(plan.work, staging)
+        hosts = tuple(self._host(w) for w in layout.work)
+        step = Launched(plan, layout, hosts, time.monotonic_ns())
+        self._stage_fresh(layout, staging)
+        plain, masked = self._jobs(step, frozenset(plan.masked))
+        self._sampler.stage("plain", [job for _, job in plain], staging)
+        staging.add("last_tokens", np.array([i for i, _ in plain + masked], np.int32))
+        if self._device.type == "cuda":
+            step.events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            step.events[0].record()
+        staging.upload(self._device)
+        self._rows.apply(staging)
+        self._clear_fresh(staging)
+        self._kv.copy(staging)
+        if layout.work:
+            self._compute(step, plain, masked, staging)
+        self._finish(step)
+        self._in_flight.append(step)
+        return step
+
+    @torch.inference_mode()
+    def sample(self, step: Launched, masks: dict[int, Any]) -> None:
+        """Sample the plan's masked rows under their masks: row -> int32 words, bit t % 32 of word t // 32 allows t."""
+        assert step.waiting is not None, "the plan has no masked rows, or they are sampled already"
+        jobs, logits = step.waiting
+        step.waiting = None
+        staging = Staging()
+        self._sampler.stage("masked", jobs, staging)
+        staging.upload(self._device)
+        step.sampled.append(self._sampler.run("masked", jobs, logits, staging, masks))
+        self._finish(step)
+
+    def collect(self, step: Launched) -> StepResult:
+        """Wait for the step and read its results; steps are collected in launch order, once."""
+        assert self._in_flight and self._in_flight[0] is step, "steps are collected in launch order"
+        assert step.waiting is None, "masked rows were never sampled"
+        self._in_flight.pop(0)
+        device_ns = step.done_ns - step.launch_ns
+        if step.events is not None:
+            step.events[1].synchronize()
+            step.done_ns = time.monotonic_ns()
+            device_ns = int(step.events[0].elapsed_time(step.events[1]) * 1e6)
+        gap_ns = max(step.launch_ns - self._last_done_ns, 0) if self._last_done_ns else 0
+        self._last_done_ns = step.done_ns
+        timing = StepTiming(step.launch_ns, step.done_ns, device_ns, gap_ns, "cpu_late" if gap_ns else "no_work")
+        return read_results(step, timing)
+
+    def memory(self) -> MemoryTerms:
+        """Where the device's memory is now."""
+        return self.memory_terms()
+
+    def _host(self, work: RowWork) -> HostRow:
+        host = self._rows.host[work.row]
+        assert host is not None, f"work for row {work.row}, which nobody has entered"
+        return host
+
+    def _stage_fresh(self, layout: Layout, staging: Staging) -> None:
+        """Rows whose last block of this step holds nothing yet: it is cleared before use (see KvPool.clear)."""
+        size = self._caps.block_size
+        fresh = [(w.row, last) for w in layout.work if (last := (w.start + w.num_new - 1) // size) * size >= w.start]
+        if fresh:
+            staging.add("fresh_rows", np.array([row for row, _ in fresh], np.int32))
+            staging.add("fresh_index", np.array([index for _, index in fresh], np.int32))
+
+    def _clear_fresh(self, staging: Staging) -> None:
+        if "fresh_rows" in staging:
+            row, index = staging["fresh_rows"].long(), staging["fresh_index"].long()
+            for group, table in enumerate(self._rows.tables):
+                self._kv.clear(group, table[row, index].long())
+
+    def _jobs(self, step: Launched, masked: frozenset[int]) -> tuple[list[tuple[int, Job]], list[tuple[int, Job]]]:
+        """(packed index of the last token, job) of every row to sample: those that can be now, and those that wait."""
+        found = [
+            (step.layout.last_token(i), Job(w.row, w.start + w.num_new, w.want, step.hosts[i]))
+            for i, w in enumerate(step.layout.work)
+            if Want.TOKEN in w.want
+        ]
+        return [f for f in found if f[1].row not in masked], [f for f in found if f[1].row in masked]
+
+    def _compute(
+        self, step: Launched, plain: list[tuple[int, Job]], masked: list[tuple[int, Job]], staging: Staging
+    ) -> None:
+        batch = expand(step.layout, staging, self._rows, self._kv.layers)
+        hidden = self._decoder.forward(batch)
+        self._prompt_logprobs(step, hidden)
+        if not plain and not masked:
+            return
+        logits = self._decoder.logits(hidden.index_select(0, staging["last_tokens"]))
+        if masked:
+            step.waiting = ([job for _, job in masked], logits[len(plain) :].clone())
+        if plain:
+            jobs = [job for _, job in plain]
+            step.sampled.append(self._sampler.run("plain", jobs, logits[: len(plain)], staging))
+
+    def _prompt_logprobs(self, step: Launched, hidden: Tensor) -> None:
+        """Of each new position's next prompt token; the prompt's last position has none."""
+        for i, (work, host) in enumerate(zip(step.layout.work, step.hosts)):
+            count = min(work.start + work.num_new, host.prompt_len - 1) - work.start
+            if Want.PROMPT_LOGPROBS not in work.want or count <= 0:
+                continue
+            first = int(step.layout.q_start[i])
+            following = self._rows.tokens[work.row, work.start + 1 : work.start + 1 + count].long()
+            found = prompt_logprobs(
+                hidden[first : first + count],
+                following,
+                host.sampling.prompt_logprobs or 0,
+                self._decoder.logits,
+                self._caps.vocab_size,
+            )
+            step.prompt.append((i, found))
+
+    def _finish(self, step: Launched) -> None:
+        """The last thing enqueued: results to the host, and the mark that `collect` waits for."""
+        if step.waiting is not None:
+            return
+        if step.events is not None:
+            step.sampled = [s.to_host() for s in step.sampled]
+            step.prompt = [(i, found.to_host()) for i, found in step.prompt]
+            step.events[1].record()
+        step.done_ns = time.monotonic_ns()
+
+
+def read_results(step: Launched, timing: StepTiming) -> StepResult:
+    """Host tensors of a finished step as plain values. A row with logits that are not finite fails alone."""
+    ids: dict[int, int] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
+    failed: dict[int, str] = {}
+    for part in step.sampled:
+        for job, token, finite in zip(part.jobs, part.ids.tolist(), part.finite.tolist()):
+            if finite:
+                ids[job.row] = token
+            else:
+                failed[job.row] = NOT_FINITE
+        if part.logprobs is not None:
+            for at, (own, top_ids, values) in zip(part.logprob_jobs, part.logprobs.rows()):
+                job = part.jobs[at]
+                logprobs[job.row] = as_token_logprobs(own, top_ids, values, job.host.sampling.logprobs or 0)
+    prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
+    for i, found in step.prompt:
+        row, num_top = step.layout.work[i].row, step.hosts[i].sampling.prompt_logprobs or 0
+        if bool(found.own.isfinite().all()):
+            prompt[row] = tuple(as_token_logprobs(*values, num_top) for values in found.rows())
+        else:
+            failed[row] = NOT_FINITE
+    rows = tuple(
+        RowOut(
+            work.row,
+            host.epoch,
+            (ids[work.row],) if work.row in ids else (),
+            (logprobs[work.row],) if work.row in logprobs else None,
+        )
+        for work, host in zip(step.layout.work, step.hosts)
+        if work.row not in failed
+    )
+    return StepResult(step.plan.id, rows, timing, prompt, failed=tuple(failed.items()))

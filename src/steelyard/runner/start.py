@@ -1,0 +1,76 @@
+"""Start a runner: device, dtype, decoder, weights, KV pool, in that order; and the account of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from steelyard.checkpoint.entry import Checkpoint
+from steelyard.core.step import MemoryTerms, RunnerCaps
+from steelyard.kernels.backend import Backend
+from steelyard.kernels.cpu import CpuBackend
+from steelyard.kernels.reference import ReferenceBackend
+from steelyard.layers.linear import Place
+from steelyard.models.decoder import Decoder
+from steelyard.models.families import decoder_config
+from steelyard.models.load import dummy_weights, load_weights
+from steelyard.plan.memory import MemoryBudget, activation_peak_bytes
+from steelyard.plan.shape import ModelShape
+from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, size_pool
+from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_limits
+from steelyard.runner.runner import TorchRunner
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
+
+
+def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
+    """A runner that can launch steps. Raises StartError (CheckpointError for the model's files) saying what to do."""
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    backend = BACKENDS[device.type if options.backend == "auto" else options.backend]()
+    shape = ModelShape.from_config(dict(checkpoint.config))
+    limits = resolve_limits(options, device, shape.max_position)
+    total_bytes = available_bytes(device)
+    decoder = Decoder(decoder_config(checkpoint.config), backend, Place(dtype, device), limits.max_model_len)
+    if options.load_format == "dummy":
+        dummy_weights(decoder, options.seed)
+    else:
+        load_weights(decoder, checkpoint)
+    budget = MemoryBudget(
+        total_bytes=total_bytes,
+        share=options.gpu_memory_utilization or DEFAULT_SHARE[device.type],
+        weights_bytes=decoder.weights_bytes,
+        activation_bytes=activation_peak_bytes(
+            shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4)
+        ),
+    )
+    num_blocks = size_pool(shape, options, limits, budget, dtype.itemsize)
+    kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=dtype, device=device))
+    name = str(dtype).removeprefix("torch.")
+    caps = RunnerCaps(
+        block_size=limits.block_size,
+        num_blocks=num_blocks,
+        groups=shape.kv_groups(),
+        max_rows=limits.max_rows,
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=limits.max_batched_tokens,
+        vocab_size=shape.vocab_size,
+        overlaps=limits.overlaps,
+        fingerprint=checkpoint.fingerprint,
+        kv_layout=f"{name}/{limits.block_size}",
+    )
+    runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
+    runner.memory_terms = lambda: _terms(budget, kv.nbytes)
+    return runner
+
+
+def _terms(budget: MemoryBudget, kv_bytes: int) -> MemoryTerms:
+    taken = budget.weights_bytes + budget.activation_bytes + kv_bytes
+    return MemoryTerms(
+        total_bytes=budget.total_bytes,
+        weights_bytes=budget.weights_bytes,
+        kv_pool_bytes=kv_bytes,
+        activation_peak_bytes=budget.activation_bytes,
+        free_bytes=budget.total_bytes - taken,
+    )
