@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import TokenLogprobs
@@ -118,9 +119,8 @@ class Request(Timed):
         return f"Request({self.id}#{self.index}, {len(self.tokens)} tokens, {self.num_computed} computed, {state})"
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """Event: a commit appended `ids` to a request."""
+class Emitted(NamedTuple):
+    """Event: a commit appended `ids` to a request. One is made per row and step."""
 
     request: Request
     ids: tuple[int, ...]
