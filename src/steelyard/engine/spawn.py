@@ -1,0 +1,29 @@
+"""Starts an engine in a process of its own. Knows only how to call it: nothing of the engine is imported.
+
+    parent --stdin: {"address": ..., "config": {...}} and a newline, then held open--> engine process
+    parent <====== wire/channel at `address` ======> engine process
+
+The engine ends when its stdin closes, so it never outlives its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+from steelyard.config import EngineConfig
+
+
+def start_engine_process(config: EngineConfig, address: str) -> subprocess.Popen[bytes]:
+    """Start `python -m steelyard.engine.process`; its first message on the channel is Ready, or a Fault.
+
+    It ignores SIGINT, drains at SIGTERM, and exits with 0 after a drain or halt, 2 if it could not start, 1 after a
+    Fault. Keep the returned process's stdin open for as long as the engine is wanted.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "steelyard.engine.process"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"address": address, "config": asdict(config)}).encode() + b"\n")
+    process.stdin.flush()
+    return process
