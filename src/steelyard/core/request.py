@@ -17,6 +17,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"  # the client left or asked
+    DEADLINE = "deadline"  # the client's time limit passed
     ERROR = "error"  # the engine could not go on
 
 
