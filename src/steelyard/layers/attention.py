@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steelyard.kernels.attention import AttnSpec, KvLayer
-from steelyard.kernels.backend import Backend
+from steelyard.kernels.attention import AttnSpec
 from steelyard.layers.batch import StepBatch
 from steelyard.layers.linear import Linear, Place, Target
 from steelyard.layers.norm import RmsNorm
@@ -16,11 +15,13 @@ from steelyard.layers.norm import RmsNorm
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of one layer's attention and what it does to heads before rotating them.
+    """Sizes of one layer's attention, what it does to heads before rotating them, and what it computes.
 
+    index     the layer's place in StepBatch.kv; `group` its KV group
     qk_norm   none; head: one norm over each head's D (Qwen 3, Gemma 3); full: over all heads at once (OLMo 2)
     """
 
+    index: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -30,30 +31,34 @@ class HeadShape:
     qk_norm: str = "none"
     norm_eps: float = 1e-6
     norm_stored_minus_one: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    window: int | None = None
+    group: int = 0
 
 
 class SelfAttention:
-    """One layer. `spec` is what its attention computes; without rotary rows (`cos_sin` None) it uses no positions."""
+    """One layer. Without rotary rows (`cos_sin` None) it uses no positions."""
 
     __slots__ = ("backend", "k_norm", "out", "q_norm", "qkv", "shape", "spec")
 
-    def __init__(self, backend: Backend, place: Place, shape: HeadShape, spec: AttnSpec) -> None:
-        self.backend = backend
+    def __init__(self, place: Place, shape: HeadShape) -> None:
+        self.backend = place.backend
         self.shape = shape
-        self.spec = spec
+        self.spec = AttnSpec(scale=shape.scale, softcap=shape.softcap, window=shape.window, group=shape.group)
         num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.qkv = Linear(backend, place, shape.hidden_size, (num_q, num_kv, num_kv), shape.qkv_bias)
-        self.out = Linear(backend, place, num_q, (shape.hidden_size,), shape.out_bias)
+        self.qkv = Linear(place, shape.hidden_size, (num_q, num_kv, num_kv), shape.qkv_bias)
+        self.out = Linear(place, num_q, (shape.hidden_size,), shape.out_bias)
         self.q_norm = self.k_norm = None
         if shape.qk_norm != "none":
             sizes = (shape.head_dim, shape.head_dim) if shape.qk_norm == "head" else (num_q, num_kv)
             self.q_norm, self.k_norm = (
-                RmsNorm(backend, place, size, shape.norm_eps, shape.norm_stored_minus_one) for size in sizes
+                RmsNorm(place, size, shape.norm_eps, shape.norm_stored_minus_one) for size in sizes
             )
 
-    def __call__(self, x: Tensor, batch: StepBatch, kv: KvLayer, cos_sin: Tensor | None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; the new K and V are written to `kv`."""
-        shape = self.shape
+    def __call__(self, x: Tensor, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; the new K and V are written to the layer's pool."""
+        shape, kv = self.shape, batch.kv[self.shape.index]
         num_q, num_qk = shape.num_heads, shape.num_heads + shape.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
         rotated = heads[:, :num_qk] if self.q_norm is None else self._normed(heads, num_q, num_qk)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from steelyard.kernels.backend import Backend
 from steelyard.layers.linear import Place, Target
 
 
@@ -33,8 +32,8 @@ class Head:
 
     __slots__ = ("backend", "divisor", "softcap", "weight")
 
-    def __init__(self, backend: Backend, weight: Tensor, divisor: float = 1.0, softcap: float | None = None) -> None:
-        self.backend = backend
+    def __init__(self, place: Place, weight: Tensor, divisor: float = 1.0, softcap: float | None = None) -> None:
+        self.backend = place.backend
         self.weight = weight
         self.divisor = divisor
         self.softcap = softcap

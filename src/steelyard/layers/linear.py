@@ -20,10 +20,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How weights are held."""
+    """How weights are held, and the operators that work on them."""
 
     dtype: torch.dtype
     device: torch.device
+    backend: Backend
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised weight: the loader fills every element or refuses the checkpoint."""
@@ -43,8 +44,8 @@ class Linear:
 
     __slots__ = ("backend", "bias", "parts", "weight")
 
-    def __init__(self, backend: Backend, place: Place, num_inputs: int, parts: tuple[int, ...], bias: bool) -> None:
-        self.backend = backend
+    def __init__(self, place: Place, num_inputs: int, parts: tuple[int, ...], bias: bool) -> None:
+        self.backend = place.backend
         self.parts = parts
         self.weight = place.empty(sum(parts), num_inputs)
         self.bias = place.empty(sum(parts)) if bias else None

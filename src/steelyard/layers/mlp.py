@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steelyard.kernels.backend import Backend
 from steelyard.layers.linear import Linear, Place, Target
 
 
@@ -16,13 +15,11 @@ class GatedMlp:
 
     __slots__ = ("activation", "backend", "down", "gate_up")
 
-    def __init__(
-        self, backend: Backend, place: Place, hidden_size: int, inner_size: int, activation: str, bias: bool = False
-    ) -> None:
-        self.backend = backend
+    def __init__(self, place: Place, hidden_size: int, inner_size: int, activation: str, bias: bool = False) -> None:
+        self.backend = place.backend
         self.activation = activation
-        self.gate_up = Linear(backend, place, hidden_size, (inner_size, inner_size), bias)
-        self.down = Linear(backend, place, inner_size, (hidden_size,), bias)
+        self.gate_up = Linear(place, hidden_size, (inner_size, inner_size), bias)
+        self.down = Linear(place, inner_size, (hidden_size,), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -54,11 +51,11 @@ class MixtureOfExperts:
 
     __slots__ = ("activation", "backend", "down", "gate_up", "router", "shape")
 
-    def __init__(self, backend: Backend, place: Place, hidden_size: int, shape: MoeShape, activation: str) -> None:
-        self.backend = backend
+    def __init__(self, place: Place, hidden_size: int, shape: MoeShape, activation: str) -> None:
+        self.backend = place.backend
         self.shape = shape
         self.activation = activation
-        self.router = Linear(backend, place, hidden_size, (shape.num_experts,), bias=False)
+        self.router = Linear(place, hidden_size, (shape.num_experts,), bias=False)
         self.gate_up = place.empty(shape.num_experts, 2 * shape.inner_size, hidden_size)
         self.down = place.empty(shape.num_experts, hidden_size, shape.inner_size)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from steelyard.kernels.backend import Backend
 from steelyard.layers.linear import Place, Target
 
 
@@ -13,8 +12,8 @@ class RmsNorm:
 
     __slots__ = ("backend", "eps", "offset", "weight")
 
-    def __init__(self, backend: Backend, place: Place, size: int, eps: float, stored_minus_one: bool = False) -> None:
-        self.backend = backend
+    def __init__(self, place: Place, size: int, eps: float, stored_minus_one: bool = False) -> None:
+        self.backend = place.backend
         self.weight = place.empty_norm(size)
         self.eps = eps
         self.offset = 1.0 if stored_minus_one else 0.0

@@ -11,8 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from steelyard.kernels.attention import AttnSpec, KvLayer
-from steelyard.kernels.backend import Backend
 from steelyard.layers.attention import HeadShape, SelfAttention
 from steelyard.layers.batch import StepBatch
 from steelyard.layers.embedding import Embedding, Head
@@ -20,7 +18,7 @@ from steelyard.layers.linear import Place, Target
 from steelyard.layers.mlp import GatedMlp, MixtureOfExperts
 from steelyard.layers.norm import RmsNorm
 from steelyard.layers.rotary import rotary_table
-from steelyard.models.config import DecoderConfig, LayerConfig
+from steelyard.models.config import DecoderConfig
 
 
 class DecoderLayer:
@@ -31,45 +29,47 @@ class DecoderLayer:
 
     __slots__ = ("after_attn", "after_mlp", "attention", "before_attn", "before_mlp", "config", "mlp", "rope", "scale")
 
-    def __init__(self, backend: Backend, place: Place, config: DecoderConfig, layer: LayerConfig, group: int) -> None:
+    def __init__(self, place: Place, config: DecoderConfig, index: int) -> None:
+        layer = config.layers[index]
         self.config = config
         self.rope = layer.rope
         self.scale = config.residual_scale
         shape = HeadShape(
-            config.hidden_size,
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_dim,
-            config.qkv_bias,
-            config.out_bias,
-            config.qk_norm,
-            config.norm_eps,
-            config.norm_stored_minus_one,
+            index=index,
+            hidden_size=config.hidden_size,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            norm_stored_minus_one=config.norm_stored_minus_one,
+            scale=config.attn_scale if config.attn_scale is not None else 1 / math.sqrt(layer.head_dim),
+            softcap=config.attn_softcap,
+            window=layer.window,
+            group=config.windows.index(layer.window),
         )
-        scale = config.attn_scale if config.attn_scale is not None else 1 / math.sqrt(layer.head_dim)
-        spec = AttnSpec(scale=scale, window=layer.window, softcap=config.attn_softcap, group=group)
-        self.attention = SelfAttention(backend, place, shape, spec)
+        self.attention = SelfAttention(place, shape)
         self.mlp: GatedMlp | MixtureOfExperts
         if layer.moe is not None:
-            self.mlp = MixtureOfExperts(backend, place, config.hidden_size, layer.moe, config.activation)
+            self.mlp = MixtureOfExperts(place, config.hidden_size, layer.moe, config.activation)
         else:
-            self.mlp = GatedMlp(
-                backend, place, config.hidden_size, layer.inner_size, config.activation, config.mlp_bias
-            )
+            self.mlp = GatedMlp(place, config.hidden_size, layer.inner_size, config.activation, config.mlp_bias)
         names = config.norms
         self.before_attn, self.after_attn, self.before_mlp, self.after_mlp = (
-            RmsNorm(backend, place, config.hidden_size, config.norm_eps, config.norm_stored_minus_one)
+            RmsNorm(place, config.hidden_size, config.norm_eps, config.norm_stored_minus_one)
             if name is not None
             else None
             for name in (names.before_attn, names.after_attn, names.before_mlp, names.after_mlp)
         )
 
     def __call__(
-        self, branch: Tensor | None, residual: Tensor, batch: StepBatch, kv: KvLayer, cos_sin: Tensor | None
+        self, branch: Tensor | None, residual: Tensor, batch: StepBatch, cos_sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(branch or None, residual) [T, hidden] in, the same out; the stream's value is their sum."""
         x, residual = add_then_norm(self.before_attn, branch, residual)
-        branch = self._leave(self.after_attn, self.attention(x, batch, kv, cos_sin))
+        branch = self._leave(self.after_attn, self.attention(x, batch, cos_sin))
         x, residual = add_then_norm(self.before_mlp, branch, residual)
         return self._leave(self.after_mlp, self.mlp(x)), residual
 
@@ -110,31 +110,25 @@ def add_then_norm(norm: RmsNorm | None, branch: Tensor | None, residual: Tensor)
 class Decoder:
     """Weights are uninitialised until models/load.py has filled every target."""
 
-    def __init__(self, config: DecoderConfig, backend: Backend, place: Place, max_model_len: int) -> None:
+    def __init__(self, config: DecoderConfig, place: Place, max_model_len: int) -> None:
         self.config = config
-        self.backend = backend
         self.place = place
         self.embedding = Embedding(place, config.vocab_size, config.hidden_size, config.embed_scale)
-        groups = config.windows
-        self.layers = [
-            DecoderLayer(backend, place, config, layer, groups.index(layer.window)) for layer in config.layers
-        ]
-        self.norm = RmsNorm(
-            backend, place, config.hidden_size, config.norm_eps, stored_minus_one=config.norm_stored_minus_one
-        )
+        self.layers = [DecoderLayer(place, config, index) for index in range(len(config.layers))]
+        self.norm = RmsNorm(place, config.hidden_size, config.norm_eps, stored_minus_one=config.norm_stored_minus_one)
         head = self.embedding.weight if config.tied else place.empty(config.vocab_size, config.hidden_size)
-        self.head = Head(backend, head, config.logits_divisor, config.logits_softcap)
+        self.head = Head(place, head, config.logits_divisor, config.logits_softcap)
         self.ropes = tuple(rotary_table(rope, max_model_len, place.device) for rope in config.ropes)
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Final hidden states [T, hidden], normed; the new tokens' K and V are in the pool afterwards."""
-        self.backend.attention.prepare(batch.attn)
+        self.place.backend.attention.prepare(batch.attn)
         rotary = [torch.index_select(table, 0, batch.attn.positions) for table in self.ropes]
         residual = self.embedding(batch.token_ids)
         branch: Tensor | None = None
-        for layer, kv in zip(self.layers, batch.kv, strict=True):
+        for layer in self.layers:
             cos_sin = None if layer.rope is None else rotary[layer.rope]
-            branch, residual = layer(branch, residual, batch, kv, cos_sin)
+            branch, residual = layer(branch, residual, batch, cos_sin)
         hidden, _ = add_then_norm(self.norm, branch, residual)
         return hidden
 

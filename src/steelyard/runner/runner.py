@@ -73,7 +73,7 @@ class TorchRunner:
         self._caps = caps
         self._device = decoder.place.device
         self._rows = Rows(limits, len(caps.groups), self._device)
-        self._sampler = Sampler(self._rows, decoder.backend, eos_ids, caps.vocab_size)
+        self._sampler = Sampler(self._rows, decoder.place.backend, eos_ids, caps.vocab_size)
         self._in_flight: list[Launched] = []
         self._last_done_ns = 0
         self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)

@@ -32,7 +32,7 @@ def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
     shape = ModelShape.from_config(dict(checkpoint.config))
     limits = resolve_limits(options, device, shape.max_position)
     total_bytes = available_bytes(device)
-    decoder = Decoder(decoder_config(checkpoint.config), backend, Place(dtype, device), limits.max_model_len)
+    decoder = Decoder(decoder_config(checkpoint.config), Place(dtype, device, backend), limits.max_model_len)
     if options.load_format == "dummy":
         dummy_weights(decoder, options.seed)
     else:
