@@ -45,6 +45,7 @@ class Counters:
     finished_stop: int = 0
     finished_length: int = 0
     finished_abort: int = 0
+    finished_deadline: int = 0
     finished_error: int = 0
 
     def as_dict(self) -> dict[str, int]:
