@@ -38,15 +38,16 @@ def rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
 def _from_factors(header: Header, rotary_dim: int) -> dict[str, Any]:
     """Factors that divide the frequencies. Where they are what Llama 3's rule gives, that rule; else themselves."""
     factors = _read_factors(header, "rope_freqs.weight", rotary_dim)
+    factor = round(factors[-1], 4)
     rule = {
         "rope_type": "llama3",
-        "factor": factors[-1],
+        "factor": factor,
         "low_freq_factor": _LLAMA3_LOW,
         "high_freq_factor": _LLAMA3_HIGH,
         "original_max_position_embeddings": _LLAMA3_CONTEXT,
     }
     theta = header.get("rope.freq_base", float, 10000.0)
-    expected = [_llama3_factor(theta ** (-2 * i / rotary_dim), factors[-1]) for i in range(rotary_dim // 2)]
+    expected = [_llama3_factor(theta ** (-2 * i / rotary_dim), factor) for i in range(rotary_dim // 2)]
     if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, expected, strict=True)):
         return rule
     return {
