@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steelyard.core.timed import State
-from steelyard.scheduler.live import Live
+from steelyard.scheduler.live import Flight, Live
 from steelyard.scheduler.rows import Resident
 
 
@@ -31,6 +31,8 @@ def _check_places(live: Live) -> None:
     assert {r.request for r in held if not r.ended} == set(running)
     for request in waiting:
         assert request.state.waiting, f"{request} waits"
+        displaced = request.state in (State.PREEMPTED, State.SWAPPED)
+        assert displaced == (request.num_preemptions > 0), f"{request} was preempted {request.num_preemptions} times"
         assert request.row == -1 and not live.cache.tables(request), f"{request} waits and holds something"
 
 
@@ -52,6 +54,8 @@ def _check_resident(live: Live, resident: Resident) -> None:
 
 def _check_flights(live: Live) -> None:
     """What is in flight is held: rows, blocks, and only private blocks are written."""
+    if live.in_flight:
+        _check_states(live, live.in_flight[0])
     latest = {}
     for flight in live.in_flight:
         for row, work in flight.works.items():
@@ -63,3 +67,13 @@ def _check_flights(live: Live) -> None:
             latest[row] = work
     for resident in live.rows:
         assert resident.flight is latest.get(resident.row), f"{resident.request}: work in flight disagrees"
+
+
+def _check_states(live: Live, oldest: Flight) -> None:
+    """A row of the oldest step in flight is in the state of its work there."""
+    for row, work in oldest.works.items():
+        resident = live.rows.by_row[row]
+        assert resident is not None
+        request, is_again = resident.request, work.start < resident.request.recompute_until
+        state = State.DECODE if work.start >= resident.known_len else State.RECOMPUTE if is_again else State.PREFILL
+        assert resident.ended or request.state is state, f"{request} is computing: {state}"

@@ -46,6 +46,7 @@ class Scheduler:
         self.max_num_batched_tokens = min(
             caps.max_batched_tokens, options.max_num_batched_tokens or caps.max_batched_tokens
         )
+        self.cache = cache
         self._max_model_len = caps.max_model_len
         self._max_in_flight = 2 if options.overlap else 1
         self._order = order or Fcfs()

@@ -30,6 +30,7 @@ from steelyard.core.step import (
 
 _MASK = 2**64 - 1
 _Slot = tuple[int, int, int]
+_EMPTY: _Slot = (-1, -1, -1)
 
 
 class ShadowError(AssertionError):
@@ -38,7 +39,7 @@ class ShadowError(AssertionError):
 
 @dataclass(slots=True)
 class _Row:
-    """A line of the device tables: tokens, the chain after each of them, block tables, computed length."""
+    """A line of the device tables: tokens, what each position's slot must hold, block tables, computed length."""
 
     epoch: int
     tokens: list[int]
@@ -48,15 +49,16 @@ class _Row:
     secret: int
     tables: list[list[int]]
     computed_len: int
-    chains: list[int] = field(default_factory=list)
+    history: list[_Slot] = field(default_factory=list)
     failed: str = ""
 
-    def chain(self, position: int) -> int:
-        """The chain after the token at `position`; the secret before the first."""
-        while len(self.chains) <= position:
-            before = self.chains[-1] if self.chains else self.secret
-            self.chains.append(_mix(before, self.tokens[len(self.chains)]))
-        return self.chains[position] if position >= 0 else self.secret
+    def know(self, end: int) -> None:
+        """Extend the history to positions [0, end)."""
+        history = self.history
+        while len(history) < end:
+            position = len(history)
+            before = history[-1][2] if history else self.secret
+            history.append((position, self.tokens[position], _mix(before, self.tokens[position])))
 
 
 class ShadowRunner:
@@ -81,7 +83,9 @@ class ShadowRunner:
         self._clock = clock
         self._step_ns = step_ns
         self._rows: dict[int, _Row] = {}
-        self._kv: list[dict[tuple[int, int], _Slot]] = [{} for _ in caps.groups]
+        self._kv: list[list[list[_Slot]]] = [
+            [[_EMPTY] * caps.block_size for _ in range(num_blocks + 1)] for num_blocks in caps.num_blocks
+        ]
         self._holders: list[Counter[int]] = [Counter() for _ in caps.groups]
         self._pending: deque[StepResult] = deque()
         self.num_copies = 0
@@ -95,6 +99,8 @@ class ShadowRunner:
         self._apply(plan)
         self._expect(plan.num_tokens <= self._caps.max_batched_tokens, f"{plan.num_tokens} tokens in a step")
         self._check_writes(plan)
+        for work in plan.work:
+            self._attend(work, self._rows[work.row], 0, work.start)
         rows: list[RowOut] = []
         failed: list[tuple[int, str]] = []
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -146,11 +152,8 @@ class ShadowRunner:
             self._holders[edit.group].update(edit.block_ids)
         for copy in plan.copies:
             self.num_copies += 1
-            kv = self._kv[copy.group]
-            for offset in range(self._caps.block_size):
-                kv.pop((copy.dst_block, offset), None)
-                if (copy.src_block, offset) in kv:
-                    kv[copy.dst_block, offset] = kv[copy.src_block, offset]
+            blocks = self._kv[copy.group]
+            blocks[copy.dst_block] = list(blocks[copy.src_block])
 
     def _new_row(self, enter: RowEnter) -> _Row:
         return _Row(
@@ -185,29 +188,41 @@ class ShadowRunner:
         self._expect(work.start == row.computed_len, f"row {work.row}: starts at {work.start}, not {row.computed_len}")
         self._expect(end <= len(row.tokens), f"row {work.row}: position {end - 1} has no token")
         self._expect(end < self._caps.max_model_len + 1, f"row {work.row}: beyond the context length")
-        for position in range(work.start, end):
-            slot = (position, row.tokens[position], row.chain(position))
-            for kv, table in zip(self._kv, row.tables):
-                kv[self._place(table, position)] = slot
-        self._attend(work, row, end)
+        row.know(end)
+        size = self._caps.block_size
+        for blocks, table in zip(self._kv, row.tables):
+            for position in range(work.start, end):
+                blocks[table[position // size]][position % size] = row.history[position]
+        self._attend(work, row, work.start, end)
         row.computed_len = end
         if Want.TOKEN not in work.want:
             return RowOut(work.row, row.epoch, ())
         self._expect(end == len(row.tokens), f"row {work.row}: samples in the middle of its tokens")
-        token = _mix(row.chain(end - 1), row.seed) % self._caps.vocab_size
+        token = _mix(row.history[end - 1][2], row.seed) % self._caps.vocab_size
         row.tokens.append(token)
         logprobs = (self._logprobs(token, row.num_top),) if Want.TOP_LOGPROBS in work.want else None
         return RowOut(work.row, row.epoch, (token,), logprobs)
 
-    def _attend(self, work: RowWork, row: _Row, end: int) -> None:
-        for group, kv, table in zip(self._caps.groups, self._kv, row.tables):
+    def _attend(self, work: RowWork, row: _Row, begin: int, end: int) -> None:
+        """Read what the work's queries can see of positions [begin, end).
+
+        What lies before the work is read before any row writes: it must come from an earlier step.
+        """
+        if row.failed:
+            return
+        row.know(end)
+        size = self._caps.block_size
+        for group, blocks, table in zip(self._caps.groups, self._kv, row.tables):
             first = 0 if group.window is None else max(0, work.start - group.window + 1)
-            for position in range(first, end):
-                place = self._place(table, position)
-                expected = (position, row.tokens[position], row.chain(position))
-                self._expect(place[0] != 0, f"row {work.row}: position {position} is in the null block")
-                found = kv.get(place)
-                self._expect(found == expected, f"row {work.row}: position {position} has {found}, not {expected}")
+            at = max(begin, first)
+            while at < end:
+                stop = min(end, at - at % size + size)
+                block_id = table[at // size]
+                self._expect(block_id != 0, f"row {work.row}: position {at} is in the null block")
+                found, expected = blocks[block_id][at % size : at % size + stop - at], row.history[at:stop]
+                if found != expected:
+                    raise ShadowError(f"row {work.row}: positions from {at} have {found}, not {expected}")
+                at = stop
 
     def _prompt_logprobs(self, work: RowWork) -> tuple[TokenLogprobs, ...]:
         row = self._rows[work.row]
@@ -217,9 +232,6 @@ class ShadowRunner:
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
         top = tuple(((token + i) % self._caps.vocab_size, -1.0 - i) for i in range(num_top))
         return TokenLogprobs(-1.0 - token / self._caps.vocab_size, top)
-
-    def _place(self, table: list[int], position: int) -> tuple[int, int]:
-        return table[position // self._caps.block_size], position % self._caps.block_size
 
     @staticmethod
     def _expect(holds: bool, message: str) -> None:

@@ -1,0 +1,131 @@
+"""Builds small engines without a model, and the oracle every test compares with: the same request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from steelyard.cache.manager import CacheManager
+from steelyard.core.request import Request
+from steelyard.core.sampling import SamplingParams
+from steelyard.core.step import KvGroup, RowEnter, RowWork, RunnerCaps, StepPlan
+from steelyard.core.timed import State
+from steelyard.scheduler.options import SchedulerOptions
+from steelyard.scheduler.scheduler import Scheduler
+from steelyard.sim.clock import VirtualClock
+from steelyard.sim.shadow import ShadowRunner
+from steelyard.sim.simulation import Simulation
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Sizes of a small engine. `windows`: one KV group each; None is full attention."""
+
+    num_blocks: int = 64
+    block_size: int = 16
+    max_num_seqs: int = 8
+    budget: int = 256
+    max_model_len: int = 2048
+    overlap: bool = False
+    caching: bool = True
+    windows: tuple[int | None, ...] = (None,)
+    vocab_size: int = 1000
+
+    def caps(self) -> RunnerCaps:
+        return RunnerCaps(
+            block_size=self.block_size,
+            num_blocks=(self.num_blocks,) * len(self.windows),
+            groups=tuple(KvGroup(1, window) for window in self.windows),
+            max_rows=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.budget,
+            vocab_size=self.vocab_size,
+            overlaps=self.overlap,
+            fingerprint="shadow",
+            kv_layout=f"shadow/{self.block_size}",
+        )
+
+    def simulation(
+        self,
+        *,
+        fail: Callable[[StepPlan, RowWork], str | None] = lambda plan, work: None,
+        step_ns: Callable[[StepPlan], int] = lambda plan: 1000 * plan.num_tokens,
+        **injected: Any,
+    ) -> Simulation:
+        """A scheduler over the shadow runner; `injected` goes to the scheduler."""
+        caps, clock = self.caps(), VirtualClock()
+        scheduler = Scheduler(
+            caps, CacheManager(caps, self.caching), SchedulerOptions(overlap=self.overlap), **injected
+        )
+        runner = ShadowRunner(caps, secret_of=tenant_of, fail=fail, clock=clock, step_ns=step_ns)
+        return Simulation(scheduler, runner, clock, step_ns=step_ns)
+
+
+def tenant_of(enter: RowEnter) -> int:
+    """Requests of these tests carry their tenant in the high half of the seed."""
+    return (enter.sampling.seed or 0) >> 32
+
+
+def make_request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int | None = 8,
+    *,
+    index: int = 0,
+    tenant: int = 0,
+    now_ns: int = 0,
+    sampling: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, seed=(tenant << 32) + index, **(sampling or {}))
+    namespace = tenant.to_bytes(4, "little") if tenant else b""
+    return Request(name, prompt, params, now_ns, index=index, namespace=namespace, **fields)
+
+
+def make_choices(name: str, prompt: list[int], max_tokens: int, n: int, **fields: Any) -> list[Request]:
+    """The n choices of one API request; all but the first fork from the first."""
+    first = make_request(name, prompt, max_tokens, **fields)
+    return [first, *(make_request(name, prompt, max_tokens, index=i, fork_of=first, **fields) for i in range(1, n))]
+
+
+def solo_output(request: Request, rig: Rig) -> list[int]:
+    """What the same request gives alone, on a fresh engine with room for all, caching and overlap off."""
+    alone = replace(rig, num_blocks=512, max_num_seqs=1, budget=4096, overlap=False, caching=False)
+    again = Request(
+        request.id,
+        request.tokens[: request.prompt_len],
+        request.sampling,
+        0,
+        index=request.index,
+        stop_ids=request.stop_ids,
+        namespace=request.namespace,
+    )
+    simulation = alone.simulation()
+    simulation.add(again)
+    simulation.run()
+    return simulation.outputs[again.key]
+
+
+def run_checked(simulation: Simulation) -> None:
+    """Run to the end with every invariant checked after each step."""
+    while simulation.scheduler.has_work:
+        assert simulation.step(), "stuck"
+        simulation.scheduler.check()
+
+
+def assert_same_as_solo(simulation: Simulation, requests: list[Request], rig: Rig) -> None:
+    for request in requests:
+        assert simulation.outputs[request.key] == solo_output(request, rig), f"{request} differs from solo"
+
+
+def assert_idle(simulation: Simulation, requests: list[Request]) -> None:
+    """Nothing runs, waits or holds a block, and every ledger is closed and adds up."""
+    scheduler = simulation.scheduler
+    scheduler.check()
+    usage = scheduler.cache.usage()
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.in_flight) == (0, 0, 0)
+    assert usage.active == 0 and usage.free == usage.total
+    for request in requests:
+        assert request.state is State.ENDED
+        assert sum(request.buckets_ns.values()) == request.since_ns - request.start_ns
