@@ -35,6 +35,7 @@ class FakeEngine:
     reply      the ids of choice `index` of a Submit, before max_tokens
     per_step   tokens a delta
     stalled    no token comes while True
+    pause_at   no more than this many tokens of a choice come while set
     refuse     what to refuse the next Submits with
     fail_at    the number of tokens after which a choice fails, None: never
     joined     deltas and end of a choice come in one batch
@@ -51,6 +52,7 @@ class FakeEngine:
         self.reply: Callable[[Submit, int], list[int]] = lambda submit, index: [40 + index] * 1000
         self.per_step = 1
         self.stalled = False
+        self.pause_at: int | None = None
         self.refuse: Refused | None = None
         self.fail_at: int | None = None
         self.joined = False
@@ -97,7 +99,7 @@ class FakeEngine:
         sent = 0
         while sent < len(ids):
             await asyncio.sleep(0)
-            while self.stalled:
+            while self.stalled or (self.pause_at is not None and sent >= self.pause_at):
                 await asyncio.sleep(0.002)
             if self.fail_at is not None and sent >= self.fail_at:
                 self._end(submit, index, sent, "error", message="the row failed: not a number")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from steelyard.errors import SteelyardError
 from steelyard.wire.messages import Delta, Finished, Logprob
 
+_WORST_FIRST = ("error", "abort", "deadline", "length", "stop")
+
 
 @dataclass(slots=True)
 class Update:
@@ -76,7 +78,9 @@ class Collector:
     @property
     def outcome(self) -> str:
         """One word for all choices: the worst reason among them."""
-        return next((reason for reason in ("error", "abort", "length", "stop") if reason in self.reasons), "abort")
+        return next(
+            (reason for reason in ("error", "abort", "deadline", "length", "stop") if reason in self.reasons), "abort"
+        )
 
     async def take(self) -> list[Update]:
         """Wait for news and take all of it, at most one update a choice. Raises the error given to `fail`."""

@@ -11,7 +11,8 @@ The socket stays open while draining, so that a load balancer reads 503 and not 
 from __future__ import annotations
 
 import asyncio
-import signal
+import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -29,7 +30,7 @@ _CLOSE_S = 2.0
 class DrainingServer(uvicorn.Server):
     """uvicorn's server with our drain before its own, and an exit status of ours."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, on_listening: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -44,7 +45,9 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._service = service
+        self._on_listening = on_listening
         self._num_signals = 0
+        self._failed = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs inside the signal. Signals are not raised again after the drain: a drained server exits 0."""
@@ -54,19 +57,27 @@ class DrainingServer(uvicorn.Server):
         if self._num_signals > 1:
             self.force_exit = True
 
-    def engine_died(self, why: str) -> None:
-        """Tell every client, and stop after a moment."""
-        log.error("the engine has died: %s", why)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._service.client.death is None:
+            self._on_listening()
+
+    def engine_died(self, why: str, exit_code: int) -> None:
+        """Tell every client, and stop after a moment. An engine that drained with us has not failed."""
         self._service.client.died(why)
+        if self._service.draining and exit_code == 0:
+            return
+        self._failed = True
+        log.error("%s", why)
         asyncio.get_running_loop().call_later(DEATH_NOTICE_S, self._stop)
 
-    async def shutdown(self, sockets: object = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
-        await super().shutdown(sockets)  # type: ignore[arg-type]
+        await super().shutdown(sockets)
 
     @property
-    def exit_status(self) -> int:
-        return 1 if self._service.client.death is not None else 0
+    def exit_code(self) -> int:
+        return 1 if self._failed else 0
 
     def _stop(self) -> None:
         self.should_exit = True
@@ -81,6 +92,3 @@ class DrainingServer(uvicorn.Server):
             log.warning("%d requests were cut off by the shutdown", service.num_in_flight)
             service.client.fail_all(ShuttingDown("the server shut down before this request was finished"))
             await asyncio.sleep(_TICK_S)
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)

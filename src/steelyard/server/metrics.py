@@ -17,16 +17,18 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _COUNTS = (0, 1, 2, 3, 5, 10, 20, 50, 100)
-_OUTCOMES = ("stop", "length", "abort", "error")
+_OUTCOMES = ("stop", "length", "abort", "deadline", "error")
 
 ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
     "preemptions": ("vllm:num_preemptions_total", "Times a running request gave up its blocks."),
-    "prefix_queries": ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits": ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    "prefix_queries_tokens": ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits_tokens": ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     "prompt_tokens": ("vllm:prompt_tokens_total", "Prompt tokens of admitted requests."),
     "generation_tokens": ("vllm:generation_tokens_total", "Tokens sampled and kept."),
     "recomputed_tokens": ("steelyard:recomputed_tokens_total", "Positions computed again after a preemption."),
     "overshoot_tokens": ("steelyard:overshoot_tokens_total", "Tokens computed beyond a request's end."),
+    "prefill_chunks": ("steelyard:prefill_chunks_total", "Pieces in which prompts were computed."),
+    "forks": ("steelyard:forks_total", "Choices that took over a sibling's prompt."),
     "steps": ("steelyard:steps_total", "Steps run."),
 }
 """Key in `Status.counters`: name and help."""

@@ -1,0 +1,223 @@
+"""`steelyard serve`: starts the engine's process, waits until it can make a token, and serves HTTP in this one.
+
+    bind the port -> open the checkpoint (no weights) -> start the engine -> Ready -> listen, print the address
+
+What can fail fast fails before the engine is started. This process never loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+import uvloop
+
+from steelyard.checkpoint.entry import Checkpoint
+from steelyard.checkpoint.find import open_checkpoint
+from steelyard.cli.options import add_engine_arguments, engine_config, parse_size
+from steelyard.config import EngineConfig, ServerConfig
+from steelyard.engine.spawn import start_engine_process
+from steelyard.errors import EngineDead, StartError
+from steelyard.server.app import create_app, make_service
+from steelyard.server.client import EngineClient
+from steelyard.server.lifecycle import DrainingServer
+from steelyard.server.metrics import Metrics
+from steelyard.text.chat import ChatTemplate
+from steelyard.text.tokenizer import Tokenizer
+from steelyard.wire.channel import ServerSide, new_address, remove_address
+
+LAST_WORDS_S = 0.3
+"""After the engine's process has ended: time for what it said last to arrive."""
+ENGINE_EXIT_S = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_arguments(parser)
+    group = parser.add_argument_group("server", argument_default=argparse.SUPPRESS)
+    add = group.add_argument
+    add("--host", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, help="0: any that is free (default: 8000)")
+    add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (default: its own)")
+    add("--max-body-bytes", type=parse_size, metavar="SIZE", help="largest request body (default: 8MiB)")
+    add("--max-num-queued-reqs", type=int, metavar="N", help="requests that may wait for their first token")
+    add("--max-num-queued-tokens", type=int, metavar="TOKENS", help="prompt tokens that may wait")
+    add(
+        "--stall-limit",
+        type=float,
+        dest="stall_limit_s",
+        metavar="SECONDS",
+        help="without a step making progress, before /health says 503 (default: 20)",
+    )
+    add(
+        "--shutdown-timeout",
+        type=float,
+        dest="shutdown_timeout_s",
+        metavar="SECONDS",
+        help="for running requests to finish after SIGTERM (default: 30)",
+    )
+    add(
+        "--enable-prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        help="cached tokens in usage (default: on)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal. Raises StartError with one line on why a start failed."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    server_config = ServerConfig(
+        **{f.name: getattr(args, f.name) for f in fields(ServerConfig) if hasattr(args, f.name)}
+    )
+    config = engine_config(args)
+    with _bound(server_config.host, server_config.port) as sock:
+        checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
+        return uvloop.run(_Serving(server_config, config, checkpoint, sock).run())
+
+
+class _Serving:
+    """One run of the command: an engine process, a channel to it, and the HTTP server."""
+
+    def __init__(
+        self, config: ServerConfig, engine_config: EngineConfig, checkpoint: Checkpoint, sock: socket.socket
+    ) -> None:
+        self._config = config
+        self._engine_config = engine_config
+        self._checkpoint = checkpoint
+        self._sock = sock
+        self._metrics = Metrics()
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+        if not engine_config.skip_tokenizer_init:
+            self._tokenizer = Tokenizer.from_checkpoint(checkpoint)
+            self._template = ChatTemplate(
+                checkpoint.chat_template, self._tokenizer.bos_token, self._tokenizer.eos_token
+            )
+        self._server: DrainingServer | None = None
+
+    async def run(self) -> int:
+        address = new_address()
+        process = start_engine_process(self._engine_config, address)
+        side = ServerSide(address)
+        client = EngineClient(side.send, time.monotonic_ns, self._config.stall_limit_s, self._metrics)
+        try:
+            side.start(client.on_messages)
+            _watch(process, lambda exit_code: self._engine_ended(client, exit_code))
+            await self._wait_until_ready(client)
+            return await self._serve(client)
+        finally:
+            client.control("halt")
+            side.close()
+            await asyncio.to_thread(_end, process)
+            remove_address(address)
+
+    async def _wait_until_ready(self, client: EngineClient) -> None:
+        """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
+        print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            await client.ready()
+        except EngineDead as error:
+            raise StartError(error.message) from None
+        except asyncio.CancelledError:
+            raise StartError("stopped while the model was loading") from None
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    async def _serve(self, client: EngineClient) -> int:
+        service = make_service(
+            self._config,
+            client,
+            self._metrics,
+            model_name=self._config.served_model_name or self._checkpoint.name,
+            tokenizer=self._tokenizer,
+            template=self._template,
+            eos_token_ids=self._checkpoint.eos_token_ids,
+        )
+        self._server = DrainingServer(create_app(service), service, self._say_where)
+        try:
+            await self._server.serve(sockets=[self._sock])
+        except OSError as error:
+            raise _cannot_listen(self._config.host, self._config.port, error) from None
+        finally:
+            service.prompts.close()
+        return self._server.exit_code
+
+    def _engine_ended(self, client: EngineClient, exit_code: int) -> None:
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with status {exit_code}"
+        why = client.death or f"the engine's process {how}; its log says more"
+        if self._server is None:
+            client.died(why)
+        else:
+            self._server.engine_died(why, exit_code)
+
+    def _say_where(self) -> None:
+        """The address, and a command that works when pasted."""
+        host, port = self._sock.getsockname()[:2]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        name = self._config.served_model_name or self._checkpoint.name
+        if self._tokenizer is None:
+            path, body = "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8}
+        elif self._checkpoint.chat_template is None:
+            path, body = "/v1/completions", {"prompt": "The sea is", "max_tokens": 40}
+        else:
+            message = {"role": "user", "content": "What is the capital of France?"}
+            path, body = "/v1/chat/completions", {"messages": [message], "max_tokens": 40}
+        print(f"steelyard: {name} on {url}\n\n    curl {url}{path} -H 'Content-Type: application/json' \\")
+        print(f"      -d '{json.dumps(body)}'\n", flush=True)
+
+
+def _watch(process: subprocess.Popen[bytes], ended: Callable[[int], None]) -> None:
+    """Call `ended(exit code)` on this loop soon after the process has ended."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        exit_code = process.wait()
+        try:
+            loop.call_soon_threadsafe(loop.call_later, LAST_WORDS_S, ended, exit_code)
+        except RuntimeError:  # the loop has closed: nobody is left to tell
+            return
+
+    threading.Thread(target=wait, name="engine-watch", daemon=True).start()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a halted engine; one that does not end is killed. Closing its stdin ends it in any case."""
+    try:
+        process.wait(ENGINE_EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; it listens later. Raises StartError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+    return sock
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
+    if error.errno == errno.EADDRINUSE:
+        return StartError(f"port {port} on {host} is taken: stop what uses it, or choose another with --port")
+    return StartError(f"cannot listen on {host}:{port}: {error.strerror or error}")

@@ -1,0 +1,217 @@
+"""/health says whether a token can be made, /metrics parses and has the documented names, admission keeps limits."""
+
+from __future__ import annotations
+
+import threading
+
+import fake_engine
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_disconnect import counter, wait_for
+
+from conftest import Served
+from steelyard.core.timed import State, Timed
+from steelyard.errors import Overloaded
+from steelyard.server.admission import Admission
+from steelyard.server.exchange import merged_ns
+from steelyard.server.metrics import ENGINE_COUNTERS, Metrics
+
+EXPOSED = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_num_preemptions",
+    "vllm:request_params_n",
+    "vllm:request_params_max_tokens",
+    "vllm:request_success",
+    "vllm:admission_rejections",
+    "vllm:num_preemptions",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:prompt_tokens",
+    "vllm:generation_tokens",
+    "steelyard:num_requests_waiting_by_reason",
+    "steelyard:kv_blocks",
+    "steelyard:engine_stalled_seconds",
+    "steelyard:engine_ready",
+    "steelyard:recomputed_tokens",
+    "steelyard:overshoot_tokens",
+    "steelyard:steps",
+    "steelyard:prefill_chunks",
+    "steelyard:forks",
+    "steelyard:http_responses",
+    "steelyard:request_time_seconds",
+}
+
+
+def test_metrics_page_is_well_formed_and_has_exactly_the_documented_names(served: Served) -> None:
+    served.complete(max_tokens=3)
+    response = served.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = list(text_string_to_metric_families(response.text))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    assert set(names) == EXPOSED
+    for family in families:
+        assert family.documentation
+        assert all(sample.labels["model_name"] == "tiny" for sample in family.samples)
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+        if family.type == "histogram":
+            buckets = [s.value for s in family.samples if s.name.endswith("_bucket")]
+            assert buckets == sorted(buckets)
+            assert buckets[-1] == next(s.value for s in family.samples if s.name.endswith("_count"))
+
+
+def test_a_fresh_page_has_the_same_names_as_a_used_one() -> None:
+    page = Metrics().page("m", None, None, "starting")
+    assert {family.name for family in text_string_to_metric_families(page)} == EXPOSED
+
+
+def test_label_values_are_escaped() -> None:
+    page = Metrics().page('a"b\\c\nd', None, None, None)
+    (family, *_) = text_string_to_metric_families(page)
+    assert family.samples[0].labels["model_name"] == 'a"b\\c\nd'
+
+
+def test_tokens_and_requests_are_counted_once(served: Served) -> None:
+    def read() -> list[float]:
+        return [
+            counter(served, "vllm:time_to_first_token_seconds_count"),
+            counter(served, "vllm:inter_token_latency_seconds_count"),
+            counter(served, "vllm:request_success_total", finished_reason="length"),
+            counter(served, "vllm:request_generation_tokens_sum"),
+            counter(served, "vllm:e2e_request_latency_seconds_count"),
+            counter(served, "vllm:request_params_n_count"),
+        ]
+
+    before = read()
+    served.engine.per_step = 2
+    served.complete(max_tokens=5, n=2)
+    served.complete(max_tokens=1)
+    assert [b - a for a, b in zip(before, read())] == [2, 2 * 3, 2, 11, 2, 2]
+
+
+def test_engine_counters_are_exposed_under_their_names(served: Served) -> None:
+    counters = {key: i + 7 for i, key in enumerate(ENGINE_COUNTERS)}
+    served.run(served.engine.say, fake_engine.idle(counters=counters, steps=99, running=4, blocks_active=8))
+    for key, (name, _) in ENGINE_COUNTERS.items():
+        assert counter(served, name) == (99 if key == "steps" else counters[key])
+    assert counter(served, "vllm:num_requests_running") == 4
+    assert counter(served, "vllm:kv_cache_usage_perc") == 8 / fake_engine.NUM_BLOCKS
+
+
+def test_health_follows_progress_and_costs_no_token(served: Served) -> None:
+    assert served.http.get("/health").json() == {"status": "ok"}
+    stalled = fake_engine.idle(stalled_ns=21_000_000_000, waiting=3, busy=True, detail="no blocks are handed out")
+    served.run(served.engine.say, stalled)
+    response = served.http.get("/health")
+    assert response.status_code == 503
+    assert response.json()["reason"] == "no step made progress for 21.0 s: no blocks are handed out"
+    assert counter(served, "steelyard:engine_ready") == 0
+    assert served.http.get("/live").status_code == 200
+    served.run(served.engine.say, fake_engine.idle())
+    assert served.http.get("/health").status_code == 200
+    assert not served.engine.received
+
+
+def test_draining_refuses_what_is_new_and_finishes_what_runs(served: Served) -> None:
+    served.engine.stalled = True
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(served.complete(max_tokens=5).status_code))
+    thread.start()
+    wait_for(lambda: bool(served.engine.tasks), "one runs")
+    served.service.draining = True
+    try:
+        refused = served.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert served.http.get("/health").status_code == 503
+        assert served.http.get("/live").status_code == 200
+    finally:
+        served.engine.stalled = False
+        thread.join()
+        served.service.draining = False
+    assert answers == [200]
+
+
+def test_the_death_of_the_engine_reaches_every_request(bare: Served) -> None:
+    bare.engine.reply = lambda submit, index: [40] * 100
+    stream = bare.http.stream("POST", "/v1/completions", json={"prompt": [5], "stream": True, "max_tokens": 100})
+    bare.engine.fail_at = None
+    with stream as response:
+        lines = response.iter_lines()
+        next(lines)
+        bare.engine.stalled = True
+        bare.run(bare.service.client.died, "the engine was killed by signal 9")
+        rest = [line for line in lines if line]
+    assert "[DONE]" not in "".join(rest)
+    assert "signal 9" in rest[-1]
+    response = bare.complete(prompt=[5])
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert "signal 9" in bare.http.get("/health").json()["reason"]
+    assert counter(bare, "vllm:request_success_total", finished_reason="error") == 1
+    for task in bare.engine.tasks.values():
+        task.cancel()
+
+
+def test_queue_limits_refuse_with_the_numbers_and_count(served: Served) -> None:
+    served.service.admission._max_tokens = 50
+    served.engine.stalled = True
+    rejected = served.service.metrics.rejections.values.get(("overloaded",), 0)
+    first = threading.Thread(target=lambda: served.complete(prompt=[5] * 30, max_tokens=1))
+    first.start()
+    try:
+        wait_for(lambda: bool(served.engine.tasks), "the first waits")
+        second = served.complete(prompt=[5] * 30, max_tokens=1)
+        assert second.status_code == 503
+        message = second.json()["error"]["message"]
+        assert "30 prompt tokens wait" in message
+        assert "the limit is 50" in message
+        assert int(second.headers["retry-after"]) >= 1
+        assert served.service.metrics.rejections.values[("overloaded",)] == rejected + 1
+    finally:
+        served.engine.stalled = False
+        first.join()
+        served.service.admission._max_tokens = None
+    assert served.complete(prompt=[5] * 60, max_tokens=1).status_code == 200
+
+
+def test_a_place_is_given_back_once() -> None:
+    admission = Admission(1, 10, lambda: 0)
+    with admission.reserve() as place:
+        with pytest.raises(Overloaded):
+            admission.reserve()
+        place.add_tokens(10)
+        place.release(served=True)
+        with admission.reserve() as other, pytest.raises(Overloaded):
+            other.add_tokens(11)
+    assert (admission.num_requests, admission.num_tokens) == (0, 0)
+
+
+def test_the_merged_ledger_sums_to_the_wall_time() -> None:
+    timed = Timed(State.HTTP_READ, 0)
+    for state, now in ((State.TOKENIZE, 10), (State.IN_ENGINE, 30), (State.STREAM, 130), (State.ENDED, 140)):
+        timed.to(state, now)
+    merged = merged_ns(timed, {"prefill": 60, "wait_kv": 30})
+    assert merged == {"http_read": 10, "tokenize": 20, "stream": 10, "prefill": 60, "wait_kv": 30, "wire": 10}
+    assert sum(merged.values()) == timed.total_ns
+    assert sum(merged_ns(timed, {"prefill": 101}).values()) == timed.total_ns
+
+
+def test_every_request_adds_its_whole_time_to_the_accounts(served: Served) -> None:
+    counters = served.service.metrics.request_ns.values
+    before = dict(counters)
+    served.complete(max_tokens=5)
+    wait_for(lambda: served.service.num_in_flight == 0, "it has ended")
+    grown = {labels[0] for labels, value in counters.items() if value > before[labels]}
+    assert grown >= {"http_read", "tokenize", "wire", "prefill"}
