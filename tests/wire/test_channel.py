@@ -321,16 +321,3 @@ def test_a_temporary_directory_too_long_for_a_socket_is_said(monkeypatch: pytest
 def _made(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def test_a_watched_descriptor_wakes_the_receiver(engine: EngineSide) -> None:
-    reading, writing = os.pipe()
-    engine.watch(reading)
-    assert engine.recv(0) == []
-    assert engine.ready_fds == set()
-    os.close(writing)
-    assert engine.recv(None) == []
-    assert engine.ready_fds == {reading}
-    engine.unwatch(reading)
-    os.close(reading)
-    assert engine.recv(0) == []

@@ -107,25 +107,14 @@ class EngineSide:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to a vanished peer is dropped in silence
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._greeting: FromEngine | None = None
         self._lost: list[Peer] = []
         self.peers: set[Peer] = set()
-        self.ready_fds: set[int] = set()
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise StartError(f"cannot listen on {address}: {error}") from error
-
-    def watch(self, fd: int) -> None:
-        """Let `recv` return when `fd` is readable, too; `ready_fds` then holds it."""
-        self._poller.register(fd, zmq.POLLIN)
-
-    def unwatch(self, fd: int) -> None:
-        self._poller.unregister(fd)
-        self.ready_fds.discard(fd)
 
     def greet(self, message: FromEngine) -> None:
         """Send `message` to every peer: to those that are here now, and to each that comes later, first thing."""
@@ -134,10 +123,8 @@ class EngineSide:
 
     def recv(self, timeout_ms: int | None = 0) -> list[tuple[Peer, ToEngine]]:
         """All that has arrived, waiting up to `timeout_ms` for the first (None: without limit)."""
-        events = dict(self._poller.poll(_NEVER if timeout_ms is None else timeout_ms))
-        self.ready_fds = {fd for fd in events if isinstance(fd, int)}
         received: list[tuple[Peer, ToEngine]] = []
-        if self._socket not in events:
+        if not self._socket.poll(_NEVER if timeout_ms is None else timeout_ms):
             return received
         for _ in range(_MAX_BATCH):
             try:

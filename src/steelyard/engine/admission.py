@@ -1,0 +1,71 @@
+"""What a `Submit` must be before it becomes requests, and how a refusal is said. Lengths are the scheduler's matter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from steelyard.core.request import Request
+from steelyard.core.step import RunnerCaps
+from steelyard.errors import InvalidRequest, Overloaded, SteelyardError
+from steelyard.wire.messages import Refused, Submit
+
+HASH_BYTES = 32
+
+_log = logging.getLogger(__name__)
+
+
+def check_submit(submit: Submit, caps: RunnerCaps) -> None:
+    """Raises InvalidRequest for an empty prompt, an id outside the vocabulary, or what this engine cannot give."""
+    tokens, vocab_size = submit.tokens, caps.vocab_size
+    if not tokens:
+        raise InvalidRequest("prompt: must have at least 1 token, got 0", param="prompt")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        position = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        raise InvalidRequest(
+            f"prompt: token ids must be between 0 and {vocab_size - 1}, got {tokens[position]} at position {position}",
+            param="prompt",
+        )
+    submit.sampling.check_vocab(vocab_size)
+    if submit.want != "tokens":
+        raise InvalidRequest(f"want: this engine gives tokens, not {submit.want!r}", param="want")
+    num_full = len(tokens) // caps.block_size
+    if len(submit.block_hashes) > num_full or any(len(key) != HASH_BYTES for key in submit.block_hashes):
+        raise InvalidRequest(
+            f"block_hashes: at most {num_full} keys of {HASH_BYTES} bytes go with this prompt", param="block_hashes"
+        )
+
+
+def make_choices(submit: Submit, seed: int, eos_token_ids: frozenset[int], now_ns: int) -> Iterator[Request]:
+    """The request's n choices. Choice i draws with seed + i; all but the first share the first one's prompt KV."""
+    sampling = submit.sampling
+    stop_ids = frozenset(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stop_ids |= eos_token_ids
+    first: Request | None = None
+    for index in range(sampling.n):
+        choice = Request(
+            submit.id,
+            submit.tokens,
+            sampling.for_choice(index, seed),
+            now_ns,
+            index=index,
+            stop_ids=stop_ids,
+            namespace=submit.namespace,
+            tenant=submit.tenant,
+            priority=submit.priority,
+            block_hashes=list(submit.block_hashes),
+            fork_of=first,
+            deadline_ns=None if submit.deadline_in_ns is None else now_ns + submit.deadline_in_ns,
+        )
+        first = first or choice
+        yield choice
+
+
+def refusal(request_id: str, error: Exception) -> Refused:
+    """The error as a message; status, code and parameter are the error's own. Ours to mend: 500, and a log entry."""
+    if not isinstance(error, SteelyardError):
+        _log.error("a request could not be taken in", exc_info=error)
+        error = SteelyardError(f"the engine failed to take this request in: {type(error).__name__}: {error}")
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+    return Refused(request_id, error.status, error.code, error.message, error.param, retry_after_s)

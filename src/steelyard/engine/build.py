@@ -1,0 +1,159 @@
+"""From a configuration to an engine that can step: checkpoint, runner, cache, scheduler, in that order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from steelyard.cache.manager import CacheManager
+from steelyard.checkpoint.entry import Checkpoint
+from steelyard.checkpoint.find import open_checkpoint
+from steelyard.config import EngineConfig
+from steelyard.core.step import KvGroup, Runner, RunnerCaps
+from steelyard.engine.engine import Engine, EngineOptions
+from steelyard.errors import StartError
+from steelyard.plan.shape import ModelShape
+from steelyard.runner.options import RunnerOptions
+from steelyard.runner.start import start_runner
+from steelyard.scheduler.options import SchedulerOptions
+from steelyard.scheduler.protocols import Faults
+from steelyard.scheduler.scheduler import Scheduler
+from steelyard.sim.scripted import Script, ScriptedRunner
+
+GIB = 2**30
+SCRIPT_NUM_BLOCKS = 4096
+SCRIPT_MAX_ROWS = 256
+SCRIPT_MAX_BATCHED_TOKENS = 8192
+
+_log = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    checkpoint: Checkpoint | None = None,
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+    faults: Faults | None = None,
+) -> Engine:
+    """An engine on the configured model, or on `config.script`. `checkpoint`: the model, if it is open already.
+
+    Raises StartError (CheckpointError for the model's files) with what to do, the numbers in it if memory lacks.
+    """
+    if checkpoint is None:
+        checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
+    began_ns = clock_ns()
+    eos_token_ids = checkpoint.eos_token_ids
+    runner: Runner
+    if config.script is not None:
+        script = Script.load(Path(config.script))
+        eos_token_ids |= {script.eos_token_id}
+        runner = ScriptedRunner(_script_caps(config, checkpoint), script, clock=clock_ns)
+    else:
+        runner = _start_runner(checkpoint, config)
+    caps = runner.caps
+    cache = CacheManager(caps, config.enable_prefix_caching)
+    options = SchedulerOptions(config.max_num_seqs, config.max_num_batched_tokens, overlap=caps.overlaps)
+    scheduler = Scheduler(caps, cache, options, faults=faults)
+    engine = Engine(
+        runner,
+        cache,
+        scheduler,
+        EngineOptions(
+            model=checkpoint.name,
+            eos_token_ids=eos_token_ids,
+            seed=config.seed,
+            check_invariants=config.check_invariants,
+            config=_effective(config, caps, scheduler),
+        ),
+        clock_ns=clock_ns,
+    )
+    _say(engine, (clock_ns() - began_ns) / 1e9)
+    return engine
+
+
+def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
+    options = RunnerOptions(
+        dtype=config.dtype,
+        load_format=config.load_format,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
+        overlap=config.async_scheduling,
+        seed=config.seed,
+    )
+    try:
+        return start_runner(checkpoint, options)
+    except (MemoryError, RuntimeError) as error:
+        # torch says that an allocation failed with a RuntimeError, on a GPU with a subclass of it.
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            raise StartError(f"not enough memory for {checkpoint.name}: {_first_line(error)}. {_WAYS_OUT}") from error
+        raise
+
+
+_WAYS_OUT = (
+    "Lower --num-gpu-blocks-override, --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, "
+    "or take a smaller model or --dtype"
+)
+
+
+def _script_caps(config: EngineConfig, checkpoint: Checkpoint) -> RunnerCaps:
+    """Sizes for a script: the model's vocabulary and context, and a pool that costs nothing."""
+    shape = ModelShape.from_config(dict(checkpoint.config))
+    block_size = config.block_size or 16
+    return RunnerCaps(
+        block_size=block_size,
+        num_blocks=(config.num_gpu_blocks_override or SCRIPT_NUM_BLOCKS,),
+        groups=(KvGroup(1),),
+        max_rows=config.max_num_seqs or SCRIPT_MAX_ROWS,
+        max_model_len=config.max_model_len or shape.max_position,
+        max_batched_tokens=config.max_num_batched_tokens or SCRIPT_MAX_BATCHED_TOKENS,
+        vocab_size=shape.vocab_size,
+        overlaps=bool(config.async_scheduling),
+        fingerprint=checkpoint.fingerprint,
+        kv_layout=f"script/{block_size}",
+    )
+
+
+def _effective(config: EngineConfig, caps: RunnerCaps, scheduler: Scheduler) -> dict[str, object]:
+    """The configuration with what was decided in place of None."""
+    return asdict(config) | {
+        "dtype": caps.kv_layout.split("/")[0],
+        "block_size": caps.block_size,
+        "num_blocks": list(caps.num_blocks),
+        "max_model_len": caps.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": caps.overlaps,
+    }
+
+
+def _say(engine: Engine, took_s: float) -> None:
+    caps, scheduler, memory = engine.runner.caps, engine.scheduler, engine.runner.memory()
+    _log.info(
+        "%s: %.1f s to load, %.2f GiB weights, %.2f GiB KV cache (%s blocks of %d tokens, %s), context %d, "
+        "%d requests and %d tokens a step, prefix caching %s, overlap %s",
+        *(engine.options.model, took_s, memory.weights_bytes / GIB, memory.kv_pool_bytes / GIB),
+        *("+".join(map(str, caps.num_blocks)), caps.block_size, caps.kv_layout, caps.max_model_len),
+        *(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        *("on" if engine.cache.enable_prefix_caching else "off", "on" if caps.overlaps else "off"),
+    )
+    capacity = engine.cache.capacity_tokens()
+    if capacity < caps.max_model_len:
+        _log.warning(
+            "the KV cache holds %d tokens, less than the context of %d: longer requests will be refused "
+            "(a larger --kv-cache-memory-bytes or --gpu-memory-utilization holds more)",
+            *(capacity, caps.max_model_len),
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no memory"])[0]
