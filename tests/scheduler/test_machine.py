@@ -138,5 +138,6 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 class TestSchedulerMachineLong(SchedulerMachine.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None, derandomize=True)
+    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None, derandomize=True)
