@@ -108,7 +108,7 @@ class Loop:
                         engine.resume(message.id)
 
     def _route(self, messages: list[FromEngine]) -> None:
-        """Send each message to the peer that submitted its request."""
+        """Send each message to the peer that submitted its request. Several choices of one may end together."""
         owners, channel = self._owners, self._channel
         for message in messages:
             if isinstance(message, Deltas):
@@ -119,8 +119,9 @@ class Loop:
                     channel.send(peer, part)
             elif isinstance(message, Finished):
                 channel.send(owners[message.id], message)
-                if not self._engine.is_live(message.id):
-                    del owners[message.id]
+        for message in messages:
+            if isinstance(message, Finished) and not self._engine.is_live(message.id):
+                owners.pop(message.id, None)
 
     def _report(self) -> None:
         """Status at its time, and an end to the requests of servers that are gone."""
