@@ -1,0 +1,97 @@
+"""Pieces that all serving kernels share: early launch, block ids of a paged pool, the online softmax. No launcher.
+
+Programmatic dependent launch: a kernel started with `launch_pdl=True` may begin while its predecessor still runs.
+The rules that keep a chain of them right:
+
+    * every kernel of the chain waits (`wait_for_predecessor`), also a program that has nothing to do;
+    * before the wait it reads only what no earlier kernel of the step writes: weights and the step's tables;
+    * the kernel after the one that writes the step's tables is started without early launch.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = 1.4426950408889634
+NO_WINDOW = 2**30
+"""A window longer than any context, for kernels that take it as a number."""
+
+
+def early(pdl: bool) -> dict[str, bool]:
+    """The launch option for programmatic dependent launch, absent where it is off."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit
+def let_successor_in(PDL: tl.constexpr):
+    """The next kernel of the stream may start now; it still waits for this one's end before it reads its results."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    """Until here nothing that an earlier kernel of the chain writes may be read."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def block_ids(table, key, last_key, n, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """Pool blocks of keys key .. key + BN, a scalar if one block holds them all; keys after last_key share its block.
+
+    Loop-carried by the callers: loaded one tile ahead, an id costs the software pipeline no stage.
+    """
+    if BLOCK >= BN:
+        ids = tl.load(table + tl.minimum(key, last_key) // BLOCK)
+    else:
+        ids = tl.load(table + tl.minimum(key + n, last_key) // BLOCK)
+    return ids
+
+
+@triton.jit
+def kv_offsets(ids, key, n, kv_head, block_stride, BLOCK: tl.constexpr, D: tl.constexpr):
+    """int64 element offsets of keys key + n in a [blocks, Hkv, BLOCK, D] pool with a free block stride."""
+    return ids.to(tl.int64) * block_stride + kv_head * (BLOCK * D) + ((key % BLOCK + n) % BLOCK) * D
+
+
+@triton.jit
+def soft_cap(s, cap):
+    """cap * tanh(s / cap), with tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, no overflow."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.math.exp2(s * (2.0 * 1.4426950408889634 / cap))))
+
+
+@triton.jit
+def logits_log2(qk, scale, cap, SOFTCAP: tl.constexpr):
+    """Attention logits in base 2 from raw products."""
+    if SOFTCAP:
+        s = soft_cap(qk * scale, cap) * 1.4426950408889634
+    else:
+        s = qk * (scale * 1.4426950408889634)
+    return s
+
+
+@triton.jit
+def online_softmax(s, m, den):
+    """One step over a tile of base-2 logits s [M, N]: (p, m, den, alpha); m starts finite, so no row makes a NaN.
+
+    Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", in base 2.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.math.exp2(s - m_new[:, None])
+    alpha = tl.math.exp2(m - m_new)
+    return p, m_new, den * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def normalised(acc, den):
+    """acc / den; a row that saw no key is 0."""
+    return acc * tl.where(den > 0, 1.0 / tl.where(den > 0, den, 1.0), 0.0)[:, None]

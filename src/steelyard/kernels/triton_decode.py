@@ -1,0 +1,145 @@
+"""Paged decode attention, split over the keys of long rows. The kernels; the backend in triton_attention launches them.
+
+One program: one item of triton_plan (a range of keys of one row) and one KV head, whose G query heads are the rows of
+the matrix product. A row of several parts is merged in part order, so results repeat bit for bit: by the last program
+to finish (MERGE_LAST, where many rows keep the machine busy), or by a second small kernel under early launch
+(few rows: an atomic costs more there than a graph node).
+
+Source: Dao et al. 2023, "Flash-Decoding"; packed query heads as in grouped-query attention, Ainslie et al. 2023.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from steelyard.kernels.triton_common import (
+    block_ids,
+    kv_offsets,
+    let_successor_in,
+    logits_log2,
+    normalised,
+    online_softmax,
+    wait_for_predecessor,
+)
+
+
+@triton.jit
+def _merge(Out, Lse, PartOut, PartLse, token, kv_head, first, parts, out_stride, h0, H: tl.constexpr,
+           HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PB: tl.constexpr, HEADS: tl.constexpr,
+           GB: tl.constexpr, WANT_LSE: tl.constexpr):  # fmt: skip
+    """Weigh the parts of one row for HEADS of one KV head's query heads (from h0), PB parts at a time, in order."""
+    G: tl.constexpr = H // HK
+    g, d, pp = h0 + tl.arange(0, GB), tl.arange(0, DP), tl.arange(0, PB)
+    live = g < h0 + HEADS
+    m = tl.full([GB], -1.0e20, tl.float32)
+    den = tl.zeros([GB], tl.float32)
+    acc = tl.zeros([GB, DP], tl.float32)
+    for p0 in range(0, parts, PB):
+        slot = ((first + p0 + pp) * HK + kv_head)[:, None] * G + g[None, :]
+        ok = (p0 + pp < parts)[:, None] & live[None, :]
+        lse = tl.load(PartLse + slot, mask=ok, other=-float("inf"), cache_modifier=".cg")
+        at = PartOut + slot.to(tl.int64)[:, :, None] * D + d[None, None, :]
+        o = tl.load(at, mask=ok[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.math.exp2(lse - m_new[None, :])
+        alpha = tl.math.exp2(m - m_new)
+        den = den * alpha + tl.sum(weight, 0)
+        acc = acc * alpha[:, None] + tl.sum(o * weight[:, :, None], 0)
+        m = m_new
+    head = kv_head * G + g
+    at = Out + token.to(tl.int64) * out_stride + head[:, None] * D + d[None, :]
+    tl.store(at, normalised(acc, den).to(Out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    if WANT_LSE:
+        tl.store(Lse + token * H + head, (m + tl.math.log2(den)) * 0.6931471805599453, mask=live)
+
+
+@triton.jit
+def decode_merge(Out, Lse, PartOut, PartLse, Rows, out_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                 DP: tl.constexpr, PB: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Second kernel of the two-kernel form, grid (rows, H): merges one head of a row that has several parts."""
+    row, h = tl.program_id(0), tl.program_id(1)
+    first, parts, token = tl.load(Rows + row * 4), tl.load(Rows + row * 4 + 1), tl.load(Rows + row * 4 + 2)
+    let_successor_in(PDL)
+    wait_for_predecessor(PDL)
+    G: tl.constexpr = H // HK
+    if parts > 1:
+        _merge(Out, Lse, PartOut, PartLse, token, h // G, first, parts, out_stride, h % G, H, HK, D, DP, PB, 1, 1,
+               WANT_LSE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_split(Q, K, V, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items, Count, scale, cap, q_stride,
+                 out_stride, table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                 DP: tl.constexpr, GP: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+                 CARRY: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                 SINKS: tl.constexpr, WANT_LSE: tl.constexpr, MERGE_LAST: tl.constexpr, PB: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """Grid (HK, items). Q, Out [T, H, D] rows q_stride, out_stride apart; K, V [blocks, HK, BLOCK, D] pools.
+
+    CARRY loads block ids one tile ahead; without it the pipeline keeps a single K/V buffer, which lets five programs
+    share a multiprocessor where they would not fit otherwise. WINDOW 0: none; else the first tile may reach before
+    the row's window and is masked. PartOut float32 [items, H, D], PartLse float32 [items, H] in base 2.
+    """
+    G: tl.constexpr = H // HK
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    count = tl.load(Count)
+    w = Items + item * 8
+    row, token, lo, hi = tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3)
+    first, parts, ctx = tl.load(w + 4), tl.load(w + 5), tl.load(w + 6)
+    let_successor_in(PDL)
+    wait_for_predecessor(PDL)
+    if item >= count:
+        return
+    g, d, n = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BN)
+    head = kv_head * G + g
+    live = (g < G)[:, None] & (d < D)[None, :]
+    q = tl.load(Q + token.to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=live, other=0.0)
+    m = tl.full([GP], -1.0e20, tl.float32)
+    den = tl.zeros([GP], tl.float32)
+    if SINKS:
+        sink = tl.load(Sinks + head, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        m = tl.where(item == first, sink, m)  # the sink is a key of the row's first part, with value 0
+        den = tl.where(item == first, 1.0, den)
+    acc = tl.zeros([GP, DP], tl.float32)
+    table = Table + row.to(tl.int64) * table_stride
+    last = tl.maximum(hi - 1, 0)
+    ids = block_ids(table, lo, last, n, BLOCK, BN)
+    for j in tl.range(lo, hi, BN, num_stages=STAGES):
+        if not CARRY:
+            ids = block_ids(table, j, last, n, BLOCK, BN)
+        off = kv_offsets(ids, j, n, kv_head, block_stride, BLOCK, D)
+        seen = j + n < hi
+        if DP == D:
+            k = tl.load(K + off[None, :] + d[:, None])
+            v = tl.load(V + off[:, None] + d[None, :])
+        else:
+            k = tl.load(K + off[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+            v = tl.load(V + off[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        if WINDOW > 0:
+            seen = seen & (j + n >= ctx - WINDOW)
+        s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
+        s = tl.where(seen[None, :], s, -float("inf"))
+        p, m, den, alpha = online_softmax(s, m, den)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        if CARRY:
+            ids = block_ids(table, j + BN, last, n, BLOCK, BN)
+    acc = normalised(acc, den)
+    if parts == 1:
+        tl.store(Out + token.to(tl.int64) * out_stride + head[:, None] * D + d[None, :],
+                 acc.to(Out.dtype.element_ty), mask=live)  # fmt: skip
+        if WANT_LSE:
+            tl.store(Lse + token * H + head, (m + tl.math.log2(den)) * 0.6931471805599453, mask=g < G)
+    else:
+        slot = (item * HK + kv_head) * G + g
+        tl.store(PartOut + slot.to(tl.int64)[:, None] * D + d[None, :], acc, mask=live)
+        tl.store(PartLse + slot, m + tl.math.log2(den), mask=g < G)
+        if MERGE_LAST:
+            tl.debug_barrier()  # all of this program's parts are stored before the count says so
+            done = tl.atomic_add(Done + row * HK + kv_head, 1, sem="acq_rel", scope="gpu")
+            if done == parts - 1:
+                tl.debug_barrier()
+                _merge(Out, Lse, PartOut, PartLse, token, kv_head, first, parts, out_stride, 0, H, HK, D, DP, PB, G,
+                       GB, WANT_LSE)  # fmt: skip
+                tl.store(Done + row * HK + kv_head, 0)
