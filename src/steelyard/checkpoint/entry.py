@@ -62,6 +62,8 @@ class GgufVocabulary:
     scores  of kind "llama": the higher, the earlier a pair merges into this token
     merges  of kind "gpt2": "left right", best first
     pre     of kind "gpt2": the name of the rule that cuts text into words
+    control_absorbs_space  a control token takes the white space after it along (Phi-3's chat markers)
+    normalizes             text is rewritten by a table before it is cut (kinds that cannot be read)
     """
 
     tokens: list[str]
@@ -71,6 +73,8 @@ class GgufVocabulary:
     pre: str | None
     add_space_prefix: bool
     unknown_token_id: int | None
+    control_absorbs_space: bool = False
+    normalizes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,9 @@ _END_TEXTS = frozenset(
     }
 )
 # Rules for cutting words whose models want a BOS token where the file does not say.
-_BOS_BY_DEFAULT = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
+_BOS_BY_DEFAULT = frozenset(
+    {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "tekken"}
+)
 
 
 def open_gguf(path: Path, name: str, with_weights: bool) -> Checkpoint:
@@ -106,11 +108,9 @@ def _tokenizer(header: Header, vocab_size: int) -> TokenizerSource | None:
         pre=pre,
         add_space_prefix=bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True)),
         unknown_token_id=_id(header, "unknown_token_id", len(tokens)),
+        control_absorbs_space=header.arch == "phi3" and kind == "llama",
+        normalizes=bool(header.metadata.get("tokenizer.ggml.precompiled_charsmap")),
     )
-    if header.metadata.get("tokenizer.ggml.precompiled_charsmap"):
-        raise CheckpointError(
-            f"{header.path}: a tokenizer that normalises text (precompiled_charsmap) is not supported"
-        )
     bos, eos = (_id(header, key, len(tokens)) for key in ("bos_token_id", "eos_token_id"))
     add_bos = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _BOS_BY_DEFAULT)
     return TokenizerSource(

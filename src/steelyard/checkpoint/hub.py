@@ -77,7 +77,9 @@ def download(model: str, with_weights: bool) -> Path:
     try:
         if file:
             return Path(huggingface_hub.hf_hub_download(repo, file))
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(
+            huggingface_hub.snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+        )
     except errors.GatedRepoError:
         raise CheckpointError(f"{repo}: the hub wants its licence accepted and HF_TOKEN set") from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):

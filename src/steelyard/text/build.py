@@ -32,14 +32,20 @@ _GPT2, _DIGITS = "gpt2", "digits"
 _RULES: dict[str, str] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais"), _GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"), _LLAMA3
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
 }
+_NEVER_ABSORBING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 # A whole word that is in the vocabulary is one token, whatever the merges say.
-_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
+_WHOLE_WORDS_FIRST = frozenset(
+    {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "tekken"}
+)
 
 
 def build_tokenizer(source: TokenizerSource) -> Tokenizer:
@@ -59,6 +65,8 @@ def build_tokenizer(source: TokenizerSource) -> Tokenizer:
         )
     if source.kind not in ("gpt2", "llama") or source.vocabulary is None:
         raise CheckpointError(f"{source.path}: tokenizer kind '{source.kind}' is not supported, only gpt2 and llama")
+    if source.vocabulary.normalizes:
+        raise CheckpointError(f"{source.path}: a tokenizer that rewrites text (precompiled_charsmap) is not supported")
     build = _byte_level if source.kind == "gpt2" else _sentencepiece
     built = build(source, source.vocabulary)
     _add_special(built, source.vocabulary)
@@ -154,8 +162,13 @@ def derive_merges(words: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str,
 
 def _add_special(built: Tokenizer, words: GgufVocabulary) -> None:
     """Control tokens, and those a user defined: both are found in text before anything else looks at it."""
+    absorbing = {
+        token
+        for token, kind in zip(words.tokens, words.types, strict=True)
+        if words.control_absorbs_space and kind == CONTROL and token not in _NEVER_ABSORBING
+    }
     added = [
-        AddedToken(token, special=kind == CONTROL, normalized=False)
+        AddedToken(token, special=kind == CONTROL, normalized=False, rstrip=token in absorbing)
         for token, kind in zip(words.tokens, words.types, strict=True)
         if kind in (CONTROL, USER_DEFINED) and token
     ]
