@@ -71,6 +71,7 @@ class Cell:
     overlap: bool = False
     caching: bool = True
     backend: str = "cpu"
+    max_model_len: int | None = None
 
 
 class Watched(Simulation):
@@ -109,6 +110,7 @@ def runner_of(folder: Path, cell: Cell, **options: Any) -> TorchRunner:
             num_gpu_blocks_override=cell.num_blocks,
             overlap=cell.overlap,
             backend=cell.backend,
+            max_model_len=cell.max_model_len,
             **options,
         ),
     )

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from steelyard.kernels.attention import AttnSpec
+from steelyard.kernels.attention import AttnSpec, KvLayer
 from steelyard.kernels.reference import activate, attend_row, rms_norm, rotate, sample_row, write_kv
-from steelyard.kernels.attention import KvLayer
 
 
 @pytest.mark.parametrize("window", [None, 3])
