@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +17,8 @@ from steelyard.core.step import KvGroup, Runner, RunnerCaps
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.errors import StartError
 from steelyard.plan.shape import ModelShape
-from steelyard.runner.options import RunnerOptions
+from steelyard.runner.kv import available_bytes
+from steelyard.runner.options import RunnerOptions, resolve_device
 from steelyard.runner.start import start_runner
 from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.protocols import Faults
@@ -95,14 +97,25 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
     except (MemoryError, RuntimeError) as error:
         # torch says that an allocation failed with a RuntimeError, on a GPU with a subclass of it.
         if isinstance(error, MemoryError) or "memory" in str(error).lower():
-            raise StartError(f"not enough memory for {checkpoint.name}: {_first_line(error)}. {_WAYS_OUT}") from error
+            raise StartError(f"not enough memory for {checkpoint.name}: {_what_failed(error, options)}") from error
         raise
 
 
-_WAYS_OUT = (
-    "Lower --num-gpu-blocks-override, --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, "
-    "or take a smaller model or --dtype"
-)
+_ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+
+
+def _what_failed(error: BaseException, options: RunnerOptions) -> str:
+    asked = _ASKED.search(str(error))
+    what = "an allocation failed"
+    if asked is not None:
+        amount, unit = asked.groups()
+        shown = f"{int(amount) / GIB:,.2f} GiB" if unit == "bytes" else f"{amount} {unit}"
+        what = f"an allocation of {shown} failed"
+    free_bytes = available_bytes(resolve_device(options.device))
+    return (
+        f"{what}, {free_bytes / GIB:,.2f} GiB are free. Lower --num-gpu-blocks-override, --kv-cache-memory-bytes, "
+        "--max-num-seqs or --max-num-batched-tokens, or take a smaller model or --dtype"
+    )
 
 
 def _script_caps(config: EngineConfig, checkpoint: Checkpoint) -> RunnerCaps:
@@ -153,7 +166,3 @@ def _say(engine: Engine, took_s: float) -> None:
             "(a larger --kv-cache-memory-bytes or --gpu-memory-utilization holds more)",
             *(capacity, caps.max_model_len),
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no memory"])[0]
