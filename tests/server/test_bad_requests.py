@@ -190,31 +190,11 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = st.sampled_from(
-    [
-        "prompt",
-        "messages",
-        "n",
-        "max_tokens",
-        "temperature",
-        "stop",
-        "logprobs",
-        "top_logprobs",
-        "logit_bias",
-        "stream",
-        "stream_options",
-        "seed",
-        "echo",
-        "stop_token_ids",
-        "chat_template_kwargs",
-        "min_tokens",
-        "priority",
-        "model",
-        "tokens",
-        "response_format",
-        "add_special_tokens",
-    ]
-)
+_NAMES = """
+    prompt messages n max_tokens temperature stop logprobs top_logprobs logit_bias stream stream_options seed echo
+    stop_token_ids chat_template_kwargs min_tokens priority model tokens response_format add_special_tokens
+"""
+FIELDS = st.sampled_from(_NAMES.split())
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

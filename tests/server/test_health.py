@@ -147,11 +147,10 @@ def test_draining_refuses_what_is_new_and_finishes_what_runs(served: Served) -> 
 def test_the_death_of_the_engine_reaches_every_request(bare: Served) -> None:
     bare.engine.reply = lambda submit, index: [40] * 100
     stream = bare.http.stream("POST", "/v1/completions", json={"prompt": [5], "stream": True, "max_tokens": 100})
-    bare.engine.fail_at = None
+    bare.engine.pause_at = 3
     with stream as response:
         lines = response.iter_lines()
         next(lines)
-        bare.engine.stalled = True
         bare.run(bare.service.client.died, "the engine was killed by signal 9")
         rest = [line for line in lines if line]
     assert "[DONE]" not in "".join(rest)

@@ -107,7 +107,7 @@ def _engine_lines(status: Status | None, common: str) -> list[str]:
     total = max(now.blocks_total, 1)
     blocks: dict[Labels, float] = {
         (("state", "total"),): now.blocks_total,
-        (("state", "free"),): now.blocks_free,
+        (("state", "clean"),): now.blocks_free - now.blocks_cached,
         (("state", "cached"),): now.blocks_cached,
         (("state", "active"),): now.blocks_active,
     }
@@ -119,7 +119,7 @@ def _engine_lines(status: Status | None, common: str) -> list[str]:
     lines += gauge_lines("steelyard:num_requests_waiting_by_reason", "Why choices wait.", reasons, common)
     usage = now.blocks_active / total
     lines += gauge_line("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests.", usage, common)
-    lines += gauge_lines("steelyard:kv_blocks", "KV blocks; cached ones can be evicted.", blocks, common)
+    lines += gauge_lines("steelyard:kv_blocks", "KV blocks: total = clean + cached (evictable) + active.", blocks, common)
     stalled = now.stalled_ns / NS
     lines += gauge_line("steelyard:engine_stalled_seconds", "Since a step made progress, if due.", stalled, common)
     for key, (name, help) in ENGINE_COUNTERS.items():
