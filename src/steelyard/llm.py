@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -88,8 +88,17 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        self.config = EngineConfig(model=model, **options)
-        checkpoint = open_checkpoint(model, "dummy" if self.config.script else self.config.load_format)
+        self._start(EngineConfig(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
         self._tokenizer: Tokenizer | None = None
         bos_token = eos_token = None
         if not self.config.skip_tokenizer_init:
@@ -172,7 +181,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Answer one conversation piece by piece (n = 1). Closing the iterator stops the answer."""
         job = self.chat_job(messages, replace(sampling_params or SamplingParams(), n=1))
         choice, submit = self._choice(job), self._submit(job)
