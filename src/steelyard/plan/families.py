@@ -6,6 +6,7 @@ and norms included, so the sums equal the published checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,11 +118,11 @@ class Decoder:
     ends: tuple[Weight, ...]
 
 
-def read_decoder(config: dict[str, Any]) -> Decoder:
+def read_decoder(config: Mapping[str, Any]) -> Decoder:
     """The decoder a config.json describes; the language part of a multimodal one. Raises CheckpointError."""
     text = config.get("text_config")
-    if isinstance(text, dict):
-        config = {k: config[k] for k in ("tie_word_embeddings",) if config.get(k) is not None} | text
+    if isinstance(text, Mapping):
+        config = {k: config[k] for k in ("tie_word_embeddings",) if config.get(k) is not None} | dict(text)
     name = str(config.get("model_type") or "")
     name = ALIASES.get(name, name)
     family = FAMILIES.get(name)

@@ -105,10 +105,15 @@ slots in two holes of 20 and 150, and must wait. Paged, D fits."""
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Slot-steps of a run by kind, integers that sum to capacity * steps; and how well the run went."""
+    """Slot-steps of a run by kind, integers that sum to capacity * num_steps; and how well the run went.
+
+    Counted are the `num_steps` steps in which requests waited (all steps, where none ever did): an emptying server
+    is not what memory is wasted on.
+    """
 
     policy: Policy
     capacity: int
+    total_steps: int
     num_steps: int
     filled: int
     reserved: int
@@ -174,6 +179,11 @@ class Replay:
         return -(-whole // self.block_size) * self.block_size
 
 
+_SUMS = ("filled", "reserved", "internal", "external", "idle", "running", "steps")
+_WATERMARK = 0.01
+"""Share of the blocks that admission leaves free for those that run already to grow into."""
+
+
 class _Run:
     """The state of one replay."""
 
@@ -186,8 +196,9 @@ class _Run:
         self.free_slots = self.capacity
         self.waiting = [(str(i), p, p + o) for i, (p, o) in enumerate(replay.lengths)][::-1]
         self.running: list[_Running] = []
-        self.sums = dict.fromkeys(("filled", "reserved", "internal", "external", "idle", "running"), 0)
-        self.steps = self.finished = self.preempted = 0
+        self.crowded = dict.fromkeys(_SUMS, 0)
+        self.alone = dict.fromkeys(_SUMS, 0)
+        self.finished = self.preempted = 0
 
     def finish(self) -> Use:
         while self.waiting or self.running:
@@ -195,22 +206,28 @@ class _Run:
             self._grow()
             self._account()
             self._retire()
-        s = self.sums
+        s = self.crowded if self.crowded["steps"] else self.alone
+        total = self.crowded["steps"] + self.alone["steps"]
         kinds = (s["filled"], s["reserved"], s["internal"], s["external"], s["idle"])
-        return Use(self.policy, self.replay.capacity, self.steps, *kinds, self.finished, self.preempted, s["running"])
+        ends = (self.finished, self.preempted, s["running"])
+        return Use(self.policy, self.replay.capacity, total, s["steps"], *kinds, *ends)
 
     def _admit(self) -> None:
         while self.waiting:
             name, prompt, final = self.waiting[-1]
             size = self._first_size(prompt, final)
             if self.policy == "paged":
-                if size > self.free_slots:
+                if size + self._room_to_grow() > self.free_slots:
                     return
             elif self.allocator.allocate(name, size) is None:
                 return
             self.free_slots -= size
             self.waiting.pop()
             self.running.append(_Running(name, prompt, final, size, prompt))
+
+    def _room_to_grow(self) -> int:
+        """Slots kept free at admission; none where nothing runs, so that a request alone always enters."""
+        return int(self.capacity * _WATERMARK) if self.running else 0
 
     def _first_size(self, prompt: int, final: int) -> int:
         """Slots taken at admission: the prompt and a first token's block if paged, else everything."""
@@ -248,13 +265,13 @@ class _Run:
         else:
             future = sum(r.final_len for r in self.running)
         taken = sum(r.size for r in self.running)
-        s = self.sums
+        s = self.crowded if self.waiting else self.alone
         s["filled"] += filled
         s["reserved"] += future - filled
         s["internal"] += taken - future
         s["external" if self._is_external() else "idle"] += self.replay.capacity - taken
         s["running"] += len(self.running)
-        self.steps += 1
+        s["steps"] += 1
 
     def _is_external(self) -> bool:
         """True where the next request would fit the free slots in sum, and no hole."""

@@ -7,7 +7,7 @@ shape.kv_bytes_per_sequence(32768)    windows cap what a layer keeps
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class ModelShape:
     native_format: str = "bfloat16"
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], name: str = "") -> ModelShape:
+    def from_config(cls, config: Mapping[str, Any], name: str = "") -> ModelShape:
         """Read a Hugging Face config.json (its text part, where multimodal).
 
         Raises CheckpointError naming the field that is missing, out of range or of an unknown family.
@@ -170,7 +170,7 @@ class ModelShape:
             self.layers[0].attention.kv_elements_per_token(tp)
 
 
-def _native_format(config: dict[str, Any]) -> str:
+def _native_format(config: Mapping[str, Any]) -> str:
     """The name in WEIGHT_FORMATS nearest to how the checkpoint stores its matrices."""
     quantized = config.get("quantization_config")
     if isinstance(quantized, dict):
