@@ -1,15 +1,16 @@
-"""SmolLM2 from its GGUF file, against transformers on the weights that it dequantises by its own means."""
+"""SmolLM2 from its GGUF file, against transformers on the weights that the gguf library dequantises."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import gguf
+import numpy as np
 import pytest
 import torch
 from llama_rig import Ran, Watched, check_greedy, request
-from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from steelyard.cache.manager import CacheManager
+from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.runner.options import RunnerOptions
 from steelyard.runner.start import start_runner
@@ -18,11 +19,28 @@ from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.clock import VirtualClock
 
 
+def oracle_of(checkpoint: Checkpoint) -> LlamaForCausalLM:
+    """transformers' model with every tensor read by the library that owns the format."""
+    raw = {t.name: t for t in gguf.GGUFReader(checkpoint.path).tensors}
+    weights = {}
+    for name, entry in checkpoint.tensors.items():
+        tensor = raw[entry.source_name]
+        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(entry.shape)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = 9 if "q_proj" in name else 3
+            weight = weight.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+        weights[name] = torch.from_numpy(np.ascontiguousarray(weight))
+    model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).eval()
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected
+    model.tie_weights()
+    return model
+
+
 @pytest.mark.slow
 def test_smollm2_equals_transformers_chunked_batched_and_from_the_prefix_cache() -> None:
     checkpoint = open_checkpoint("smollm2")
-    path = Path(checkpoint.path)
-    oracle = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    oracle = oracle_of(checkpoint)
     runner = start_runner(checkpoint, RunnerOptions(dtype="float32", num_gpu_blocks_override=64, max_num_seqs=4))
     scheduler = Scheduler(runner.caps, CacheManager(runner.caps), SchedulerOptions(max_num_batched_tokens=24))
     simulation = Watched(scheduler, runner, VirtualClock())
