@@ -9,8 +9,7 @@ import pytest
 from fake_engine import MAX_MODEL_LEN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from conftest import Served
+from served import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POSTS = [COMPLETIONS, CHAT, "/tokenize", "/detokenize"]

@@ -8,29 +8,10 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN
+from served import Served, chunks, events
 
-from conftest import Served
 from steelyard.core.hashing import chain, root_hash
-
-
-def events(served: Served, path: str = "/v1/completions", **body: Any) -> list[str]:
-    """The data of every event, by a strict reader: `data: ` lines and empty lines, nothing else."""
-    body = body if "messages" in body else {"prompt": "The sea", **body}
-    response = served.post(path, {"stream": True, **body})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    text = response.text
-    assert text.endswith("\n\n")
-    blocks = text[:-2].split("\n\n")
-    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
-    return [block.removeprefix("data: ") for block in blocks]
-
-
-def chunks(served: Served, **body: Any) -> list[dict[str, Any]]:
-    data = events(served, **body)
-    assert data[-1] == "[DONE]"
-    assert data.count("[DONE]") == 1
-    return [json.loads(item) for item in data[:-1]]
+from steelyard.wire.messages import Refused
 
 
 def test_whole_answer_has_openai_shape_and_usage(served: Served) -> None:
@@ -178,8 +159,6 @@ def test_echo_shows_the_prompt_and_its_logprobs_with_a_null_first(served: Served
 
 
 def test_refused_becomes_an_http_error_before_any_header(served: Served) -> None:
-    from steelyard.wire.messages import Refused
-
     served.engine.refuse = Refused("", 400, "context_length_exceeded", "prompt: 1002 tokens, 784 fit", "prompt")
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:

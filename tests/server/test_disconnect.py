@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-
-from conftest import Served
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.005)
-
-
-def post_raw(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request on a socket of its own, and leave the answer unread."""
-    raw = json.dumps(body).encode()
-    sock = socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    sock.sendall(head.encode() + raw)
-    return sock
-
-
-def counter(served: Served, name: str, **labels: str) -> float:
-    for family in text_string_to_metric_families(served.http.get("/metrics").text):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                return sample.value
-    raise AssertionError(f"no {name} {labels}")
+from served import Served, counter, post_raw, wait_for
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,9 +7,8 @@ import threading
 import fake_engine
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from test_disconnect import counter, wait_for
+from served import Served, counter, wait_for
 
-from conftest import Served
 from steelyard.core.timed import State, Timed
 from steelyard.errors import Overloaded
 from steelyard.server.admission import Admission
