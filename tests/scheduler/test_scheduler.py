@@ -68,6 +68,26 @@ def test_a_request_waits_for_room_for_all_that_is_known_of_it() -> None:
     assert simulation.scheduler.counters.preemptions == 0
 
 
+def test_a_request_that_did_not_fit_is_looked_up_again_only_when_blocks_were_freed() -> None:
+    simulation = Rig(num_blocks=8).simulation()
+    cache = simulation.scheduler.cache
+    num_lookups = 0
+    match = cache.match
+
+    def counting(request: Request) -> int:
+        nonlocal num_lookups
+        num_lookups += request.id == "b"
+        return match(request)
+
+    cache.match = counting  # type: ignore[method-assign]
+    first, second = make_request("a", list(range(70)), 20), make_request("b", list(range(200, 270)), 5)
+    simulation.add(first)
+    simulation.add(second)
+    run_checked(simulation)
+    assert len(simulation.plans) > 20 and num_lookups == 2
+    assert second.reason is FinishReason.LENGTH
+
+
 def test_each_waiting_request_is_in_the_state_that_says_why() -> None:
     simulation = Rig(max_num_seqs=2, budget=8).simulation()
     requests = [make_request(str(i), [i + 1] * 8, 6) for i in range(4)]

@@ -53,6 +53,7 @@ class CacheManager:
         self._windows = tuple(group.window for group in caps.groups)
         self._pools = [BlockPool(num) for num in caps.num_blocks]
         self._sequences: dict[Request, _Sequence] = {}
+        self.num_releases = 0  # grows whenever a block may have become free
         self.has_windows = any(window is not None for window in self._windows)
 
     # lookup
@@ -200,6 +201,7 @@ class CacheManager:
             first, dead = sequence.first_live[g], min(self._first_visible(g, committed_len), len(table))
             if dead > first:
                 self._pools[g].free(table[first:dead])
+                self.num_releases += 1
                 table[first:dead] = [NULL_BLOCK] * (dead - first)
                 sequence.first_live[g] = dead
                 edits.append(TableEdit(g, request.row, first, (NULL_BLOCK,) * (dead - first)))
@@ -213,6 +215,7 @@ class CacheManager:
         sequence = self._sequences.pop(request, None)
         if sequence is None:
             return 0
+        self.num_releases += 1
         return sum(pool.free(reversed(table)) for pool, table in zip(self._pools, sequence.tables))
 
     def drop(self, namespace: bytes | None = None) -> int:

@@ -21,6 +21,7 @@ class Joiner:
         self._live = live
         self._planner = planner
         self._faults = faults
+        self._refused: tuple[Request | None, int] = (None, 0)
         self._max_upcoming = options.max_upcoming
         self._watermark_blocks = ceil(options.watermark * live.cache.smallest_pool())
 
@@ -120,6 +121,8 @@ class Joiner:
     def _match(self, request: Request, spare: int, draft: Draft, at: int) -> int:
         """Take what is cached of the request, and blocks for all that is known of it."""
         cache, known = self._live.cache, len(request.tokens)
+        if self._refused == (request, cache.num_releases):
+            return 0  # nothing was freed since it did not fit: its prefix is not looked up again
         hit = cache.match(request)
         behind = self._live.waiting.items[at + 1 : at + 1 + self._max_upcoming]
         num_new = share(known - hit, draft.budget, min((len(r.tokens) for r in behind), default=inf))
@@ -128,6 +131,7 @@ class Joiner:
             num_new //= 2
             edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         if edits is None:
+            self._refused = (request, cache.num_releases)
             return 0
         draft.edits += edits
         request.num_computed = hit
