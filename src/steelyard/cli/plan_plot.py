@@ -63,11 +63,15 @@ def _roofline(plan: Plan) -> str:
     plot.line([(low, low * device.bandwidth), (ridge, peak), (high, peak)], "roof")
     plot.rule(ridge, f"ridge {ridge:.0f}")
     for row in plan.decodes:
+        names = {"weights": f"batch {row.batch}"}
+        if row is plan.decodes[0]:
+            names["attention_decode"] = "decode attention"
         for part in row.time.parts:
-            _operation(plot, part, "decode", f"batch {row.batch}" if part.name == "weights" else "")
+            _operation(plot, part, "decode", names.get(part.name, ""))
     longest = plan.prefills[-1]
+    names = {"weights": f"prefill of {longest.num_tokens}", "attention_prefill": "its attention"}
     for part in longest.time.parts:
-        _operation(plot, part, "prefill", f"prefill {longest.num_tokens}" if part.name == "weights" else "")
+        _operation(plot, part, "prefill", names.get(part.name, ""))
     return plot.svg()
 
 
