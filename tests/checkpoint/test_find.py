@@ -230,15 +230,26 @@ def test_a_gguf_file_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (found.format, found.name) == ("gguf", "org/model/q4")
 
 
+def test_a_file_the_hubs_model_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"org/model: .* no file 'q9\.gguf'"):
+        open_checkpoint("org/model/q9.gguf")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
         (errors.LocalEntryNotFoundError("x"), "not in the cache .* cannot be reached"),
         (ConnectionError("x"), "cannot be reached"),
         (errors.OfflineModeIsEnabled("x"), "cannot be reached"),
+        (OSError(28, "No space left on device"), "download failed .*No space left"),
+        (RuntimeError("line\nbroke"), "download failed .*line broke"),
     ],
 )
-def test_offline_is_one_line(error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_fails_is_one_line(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> str:
         raise error
 

@@ -111,10 +111,10 @@ def spaced_words(**changes: object) -> GgufVocabulary:
     return replace(words, **changes)
 
 
-def test_merges_follow_from_scores() -> None:
-    words = spaced_words()
+def test_merges_follow_from_scores_and_cuts_of_one_token_from_ids() -> None:
+    words = spaced_words(tokens=["aa", "ab", "b", "a", "aab"], types=[1] * 5, scores=[-1.0, -2.0, -9.0, -9.0, -3.0])
     ids = {t: i for i, t in enumerate(words.tokens)}
-    assert derive_merges(words, ids) == [("a", "a"), ("a", "b"), ("a", "ab"), ("aa", "b"), ("▁", "a")]
+    assert derive_merges(words, ids) == [("a", "a"), ("a", "b"), ("aa", "b"), ("a", "ab")]
 
 
 def spaced_source(words: GgufVocabulary) -> TokenizerSource:

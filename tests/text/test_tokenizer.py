@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import regex as re
 import sentencepiece as spm
 import transformers
 
-from steelyard.checkpoint.entry import Checkpoint, TokenizerSource
+from steelyard.checkpoint.entry import Checkpoint, GgufVocabulary, TokenizerSource
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.errors import CheckpointError, InvalidRequest
+from steelyard.text.pieces import byte_letters
 from steelyard.text.tokenizer import Tokenizer
 from text.samples import varied
 
@@ -41,6 +44,46 @@ def test_smollm2_digits_stand_alone(byte_level: Tokenizer) -> None:
                 assert len(shown) == 1, (text, shown)
                 seen += 1
     assert seen > 300
+
+
+class PlainEncoder:
+    """The slow twin: special tokens, then single digits, then GPT-2's words, then the best merge until none is left."""
+
+    WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+    def __init__(self, words: GgufVocabulary) -> None:
+        self.ids = {token: i for i, token in enumerate(words.tokens)}
+        self.rank = {tuple(merge.split(" ")): i for i, merge in enumerate(words.merges)}
+        self.letter = {b: c for c, b in byte_letters().items()}
+        self.special = {t for t, kind in zip(words.tokens, words.types, strict=True) if kind == 3}
+        self.cut = re.compile("(" + "|".join(map(re.escape, sorted(self.special))) + ")")
+
+    def encode(self, text: str) -> list[int]:
+        out = []
+        for part in self.cut.split(text):
+            if part in self.special:
+                out.append(self.ids[part])
+                continue
+            for piece in re.split(r"(\p{N})", part):
+                for word in self.WORDS.findall(piece):
+                    out += [self.ids[s] for s in self.merged(word) if s in self.ids]
+        return out
+
+    def merged(self, word: str) -> list[str]:
+        symbols = [self.letter[b] for b in word.encode()]
+        while pairs := [p for p in itertools.pairwise(symbols) if p in self.rank]:
+            best = min(pairs, key=self.rank.__getitem__)
+            at = next(i for i, pair in enumerate(itertools.pairwise(symbols)) if pair == best)
+            symbols[at : at + 2] = ["".join(best)]
+        return symbols
+
+
+def test_smollm2_equals_a_plain_byte_pair_encoder_on_2000_strings(byte_level: Tokenizer, smollm2: Checkpoint) -> None:
+    assert smollm2.tokenizer and smollm2.tokenizer.vocabulary
+    plain = PlainEncoder(smollm2.tokenizer.vocabulary)
+    extra = ("<|im_start|>", "<|im_end|>", "<|im_", "Ⅷ", "½ ", "  7", "\x06", "\x85")
+    for text in varied(2000, seed=21, extra=extra):
+        assert byte_level.encode(text) == plain.encode(text), text
 
 
 def test_byte_level_decoding_gives_the_text_back(byte_level: Tokenizer) -> None:
@@ -80,7 +123,7 @@ def test_sentencepiece_kinds_agree_with_sentencepiece(
 ) -> None:
     owner, ours = spm_pair
     control = ("<s>", "</s>", "<unk>")
-    for text in varied(800, seed=2, extra=("   ", "\n\n", "\t", "<div>", "      ")):
+    for text in varied(2000, seed=2, extra=("   ", "\n\n", "\t", "<div>", "      ")):
         if any(c in text for c in control) or "▁" in text:
             continue  # special tokens in text are ours to read, and "▁" is a space to SentencePiece
         ids = owner.encode(text)

@@ -73,23 +73,22 @@ def download(model: str, with_weights: bool) -> Path:
     from huggingface_hub import errors
 
     repo, file = split_id(model)
-    patterns = [*_SURROUNDINGS, "*.safetensors"] if with_weights else list(_SURROUNDINGS)
+    patterns = [file] if file else [*_SURROUNDINGS, *(("*.safetensors",) if with_weights else ())]
+    ignored = None if file else ["*/*", "consolidated*"]
     try:
-        if file:
-            return Path(huggingface_hub.hf_hub_download(repo, file))
-        return Path(
-            huggingface_hub.snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
-        )
+        snapshot = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns, ignore_patterns=ignored))
     except errors.GatedRepoError:
         raise CheckpointError(f"{repo}: the hub wants its licence accepted and HF_TOKEN set") from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise CheckpointError(f"{repo}: the hub has no such model, or HF_TOKEN does not allow it") from None
-    except errors.EntryNotFoundError as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):
-            raise _offline(repo) from None
-        raise CheckpointError(f"{repo}: the hub's model has no file '{file}'") from None
-    except (errors.OfflineModeIsEnabled, OSError):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
         raise _offline(repo) from None
+    except Exception as error:  # a full disk, an answer of the hub, a line that breaks: several libraries' classes
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{repo}: the download failed ({type(error).__name__}: {why})") from None
+    if file and not (snapshot / file).exists():
+        raise CheckpointError(f"{repo}: the hub's model has no file '{file}'")
+    return snapshot / file if file else snapshot
 
 
 def _offline(repo: str) -> CheckpointError:
