@@ -33,6 +33,7 @@ def _check_places(live: Live) -> None:
         assert request.state.waiting, f"{request} waits"
         displaced = request.state in (State.PREEMPTED, State.SWAPPED)
         assert displaced == (request.num_preemptions > 0), f"{request} was preempted {request.num_preemptions} times"
+        assert request.num_computed == 0, f"{request} waits and counts KV as its own"
         assert request.row == -1 and not live.cache.tables(request), f"{request} waits and holds something"
 
 
