@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from steelyard.checkpoint.gguf_header import Header, shortest
@@ -187,7 +187,10 @@ _EXTRAS: dict[str, Callable[[Header, dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def generation_config_of(header: Header, names: Sequence[str] = ("temperature", "top_k", "top_p", "min_p")) -> dict:
+_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def generation_config_of(header: Header) -> dict[str, Any]:
     """The sampling values a file recommends (general.sampling.*), under generation_config.json's names."""
-    found = {name: header.metadata.get(f"general.sampling.{name.replace('erature', '')}") for name in names}
+    found = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     return {name: shortest(v) if isinstance(v, float) else v for name, v in found.items() if v is not None}

@@ -42,8 +42,7 @@ def open_gguf(path: Path, name: str, with_weights: bool) -> Checkpoint:
     """Reads a file, or all parts of a split one given its first. Raises CheckpointError."""
     files = [read_gguf(p) for p in _parts(path)]
     header = Header(path, files[0].metadata, _merge(files))
-    family, layout = family_of(header), None
-    layout = layout_of(header)
+    family, layout = family_of(header), layout_of(header)
     config = config_of(header, family, layout)
     tensors = translate(list(header.tensors.values()), family, layout) if with_weights else {}
     source = _tokenizer(header, config["vocab_size"])
