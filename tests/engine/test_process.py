@@ -246,17 +246,18 @@ def test_an_engine_does_not_outlive_its_parent(config: EngineConfig, address: st
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     client = Client(address)
-    client.side.send(Submit("a", [4], SamplingParams(ignore_eos=True)))
-    client.until(Deltas)
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + WAIT_S
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
     try:
+        client.side.send(Submit("a", [4], SamplingParams(ignore_eos=True)))
+        client.until(Deltas)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + WAIT_S
+        while _is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert not _is_running(pid)
     finally:
         client.side.close()
+        parent.kill()
         if _is_running(pid):
             os.kill(pid, signal.SIGKILL)
 
