@@ -27,7 +27,7 @@ _DIM = {"head_dim": 128}
 _QWEN3_MOE = {**_DIM, "num_experts": 128, "num_experts_per_tok": 8}
 _GPT_OSS: dict[str, Any] = {"head_dim": 64, "sliding_window": 128, "attention_bias": True, "num_experts_per_tok": 4}
 _GPT_OSS |= {"quantization_config": {"quant_method": "mxfp4"}}
-_V2 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_V2: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _V2 |= {"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
 _V3: dict[str, Any] = {
     **_V2,
@@ -103,7 +103,7 @@ _TABLE: dict[str, tuple[_Row, dict[str, Any]]] = {
     "smollm3-3b": (("smollm3", 2048, 11008, 36, 16, 4, 128256, 65536), _TIED),
     "deepseek-v2-lite": (
         ("deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840),
-        {**_V2, "n_routed_experts": 64, "moe_intermediate_size": 1408},
+        {**_V2, "q_lora_rank": None, "n_routed_experts": 64, "moe_intermediate_size": 1408},
     ),
     "deepseek-v2": (
         ("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, 163840),
@@ -114,9 +114,9 @@ _TABLE: dict[str, tuple[_Row, dict[str, Any]]] = {
     "kimi-k2": (("deepseek_v3", 7168, 18432, 61, 64, 64, 163840, 131072), _K2),
     "gpt-oss-20b": (("gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072), {**_GPT_OSS, "num_local_experts": 32}),
     "gpt-oss-120b": (("gpt_oss", 2880, 2880, 36, 64, 8, 201088, 131072), {**_GPT_OSS, "num_local_experts": 128}),
-    "opt-13b": (("opt", 5120, 20480, 40, 40, 40, 50272, 2048), {}),
-    "opt-66b": (("opt", 9216, 36864, 64, 72, 72, 50272, 2048), {}),
-    "opt-175b": (("opt", 12288, 49152, 96, 96, 96, 50272, 2048), {}),
+    "opt-13b": (("opt", 5120, 20480, 40, 40, 40, 50272, 2048), {"ffn_dim": 20480, "word_embed_proj_dim": 5120}),
+    "opt-66b": (("opt", 9216, 36864, 64, 72, 72, 50272, 2048), {"ffn_dim": 36864, "word_embed_proj_dim": 9216}),
+    "opt-175b": (("opt", 12288, 49152, 96, 96, 96, 50272, 2048), {"ffn_dim": 49152, "word_embed_proj_dim": 12288}),
 }
 
 PRESETS: tuple[str, ...] = tuple(_TABLE)

