@@ -9,6 +9,7 @@ from steelyard.core.request import FinishReason, Request
 from steelyard.core.step import RowWork, StepPlan, Want
 from steelyard.core.timed import State
 from steelyard.errors import ContextLengthExceeded, InvalidRequest
+from steelyard.scheduler.policies.fcfs import Fcfs
 from steelyard.scheduler.protocols import Faults
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
@@ -369,3 +370,33 @@ def test_an_idle_scheduler_plans_nothing() -> None:
     simulation = Rig().simulation()
     assert simulation.scheduler.schedule(5) is None and not simulation.scheduler.has_work
     simulation.scheduler.check()
+
+
+@BOTH
+def test_victims_are_never_the_anchor_nor_rows_of_this_step_whatever_the_order_prefers(overlap: bool) -> None:
+    class OldestFirst(Fcfs):
+        def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
+            return (-request.order_key[-1],)
+
+    rig = Rig(num_blocks=12, budget=20, overlap=overlap, caching=False)
+    simulation = rig.simulation(order=OldestFirst())
+    requests = [make_request("long", [1] * 120, 20)]
+    requests += [make_request(str(i), [i + 2] * 14, 25) for i in range(3)]
+    for request in requests:
+        simulation.add(request)
+    run_checked(simulation)
+    assert_same_as_solo(simulation, requests, rig)
+    assert requests[0].num_preemptions == 0 and simulation.scheduler.counters.preemptions > 0
+
+
+@BOTH
+def test_a_block_filled_by_the_last_step_of_a_request_is_cached_for_the_next_turn(overlap: bool) -> None:
+    simulation = Rig(overlap=overlap).simulation()
+    first = make_request("a", PROMPT[:20], 13)
+    simulation.add(first)
+    run_checked(simulation)
+    assert len(first.tokens) == 33
+    follow_up = make_request("b", [*first.tokens, 5], 2)
+    simulation.add(follow_up)
+    run_checked(simulation)
+    assert follow_up.cached_tokens == 32
