@@ -6,12 +6,17 @@ decoder --> Backend.linear, rms_norm, rotate, gated ...   one object a device, g
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Set
+from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from steelyard.kernels.attention import Attention
 from steelyard.kernels.sampling import Controls
+
+Weight: TypeAlias = Any
+"""A tensor, or what the same backend's `pack` made of it."""
 
 
 class Backend(Protocol):
@@ -23,8 +28,16 @@ class Backend(Protocol):
     name: str
     attention: Attention
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
+    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """What activations and KV are held in beside weights of this dtype."""
+        ...
+
+    def pack(self, weight: Tensor, kinds: Set[str]) -> Weight:
+        """The form of a loaded weight [N, K] that `linear` is fastest with; `kinds`: how its parts were stored."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

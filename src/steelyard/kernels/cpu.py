@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from steelyard.kernels import cpu_linear
 from steelyard.kernels.attention import Attention
 from steelyard.kernels.cpu_attention import CpuAttention
 from steelyard.kernels.sampling import Controls, choose
@@ -19,9 +22,17 @@ class CpuBackend:
     def __init__(self) -> None:
         self.attention: Attention = CpuAttention()
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """float32 beside narrow weights: only products gain from 16 bits here, every other operator loses."""
+        return torch.promote_types(weights, torch.float32)
+
+    def pack(self, weight: Tensor, kinds: Set[str]) -> cpu_linear.Weight:
+        """See Backend.pack."""
+        return cpu_linear.pack(weight, kinds)
+
+    def linear(self, x: Tensor, weight: cpu_linear.Weight, bias: Tensor | None = None) -> Tensor:
         """See Backend.linear."""
-        return functional.linear(x, weight, bias)
+        return cpu_linear.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Backend.rms_norm."""

@@ -6,6 +6,7 @@ Not for serving. Every function works in any float dtype; float64 inputs give th
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -141,6 +142,14 @@ class ReferenceBackend:
 
     def __init__(self) -> None:
         self.attention: Attention = ReferenceAttention()
+
+    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """See Backend.activation_dtype."""
+        return weights
+
+    def pack(self, weight: Tensor, kinds: Set[str]) -> Tensor:
+        """See Backend.pack."""
+        return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Backend.linear."""

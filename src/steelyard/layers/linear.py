@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from steelyard.kernels.backend import Backend
+from steelyard.kernels.backend import Backend, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Place:
     device: torch.device
     backend: Backend
 
+    @property
+    def activations(self) -> torch.dtype:
+        """What hidden states and KV are held in."""
+        return self.backend.activation_dtype(self.dtype)
+
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised weight: the loader fills every element or refuses the checkpoint."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -42,17 +48,22 @@ class Linear:
     q | k | v, or gate | up: parts keep their own names in the checkpoint.
     """
 
-    __slots__ = ("backend", "bias", "parts", "weight")
+    __slots__ = ("backend", "bias", "packed", "parts", "weight")
 
     def __init__(self, place: Place, num_inputs: int, parts: tuple[int, ...], bias: bool) -> None:
         self.backend = place.backend
         self.parts = parts
         self.weight = place.empty(sum(parts), num_inputs)
+        self.packed: Weight = self.weight
         self.bias = place.empty(sum(parts)) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, sum(parts)]."""
-        return self.backend.linear(x, self.weight, self.bias)
+        return self.backend.linear(x, self.packed, self.bias)
+
+    def pack(self, kinds: Set[str]) -> None:
+        """After loading: let the backend choose the weight's form. `kinds`: how the checkpoint stores its parts."""
+        self.packed = self.backend.pack(self.weight, kinds)
 
     def targets(self, *names: str) -> dict[str, Target]:
         """Checkpoint name -> view. One name: a checkpoint that is fused already; else one name a part."""

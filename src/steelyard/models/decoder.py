@@ -7,6 +7,7 @@ logits = decoder.logits(hidden[i])   float32 [S, V], only for the positions that
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from steelyard.layers.attention import HeadShape, SelfAttention
 from steelyard.layers.batch import StepBatch
 from steelyard.layers.embedding import Embedding, Head
-from steelyard.layers.linear import Place, Target
+from steelyard.layers.linear import Linear, Place, Target
 from steelyard.layers.mlp import GatedMlp, MixtureOfExperts
 from steelyard.layers.norm import RmsNorm
 from steelyard.layers.rotary import rotary_table
@@ -146,6 +147,20 @@ class Decoder:
         if not config.tied:
             found[f"{config.head_name}.weight"] = Target(self.head.weight)
         return found
+
+    def pack(self, kinds: Mapping[str, str]) -> None:
+        """After loading: every product's weight in the form that is fastest here. `kinds`: name -> stored kind."""
+        stored: dict[int, set[str]] = {}
+        for name, target in self.targets().items():
+            if name in kinds and target.view.dim() == 2:
+                stored.setdefault(target.view.untyped_storage().data_ptr(), set()).add(kinds[name])
+        products: list[Linear | Head] = [self.head]
+        for layer in self.layers:
+            products += [layer.attention.qkv, layer.attention.out]
+            if isinstance(layer.mlp, GatedMlp):
+                products += [layer.mlp.gate_up, layer.mlp.down]
+        for product in products:
+            product.pack(stored.get(product.weight.untyped_storage().data_ptr(), set()))
 
     @property
     def weights_bytes(self) -> int:

@@ -28,7 +28,7 @@ DUMMY_STD = 0.02
 
 
 def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Fill every weight of `decoder` from `checkpoint`.
+    """Fill every weight of `decoder` from `checkpoint`, and let it pack them.
 
     Raises CheckpointError naming the tensor that is missing, unknown, cut short, or of another shape or kind. All
     names and shapes are checked before the first byte is copied.
@@ -50,6 +50,7 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
         if entry.file not in files:
             files[entry.file] = map_file(entry.file)
         copy_tensor(entry, files[entry.file], targets[name])
+    decoder.pack({name: entry.kind for name, entry in entries.items()})
 
 
 def check_complete(targets: Mapping[str, Target], entries: Mapping[str, TensorEntry]) -> None:

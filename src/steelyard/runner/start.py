@@ -45,8 +45,9 @@ def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
             shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4)
         ),
     )
-    num_blocks = size_pool(shape, options, limits, budget, dtype.itemsize)
-    kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=dtype, device=device))
+    kv_dtype = decoder.place.activations
+    num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
+    kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=kv_dtype, device=device))
     name = str(dtype).removeprefix("torch.")
     caps = RunnerCaps(
         block_size=limits.block_size,
