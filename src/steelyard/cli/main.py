@@ -15,6 +15,8 @@ COMMANDS: dict[str, str] = {
     "generate": "complete prompts from arguments or a JSONL file",
     "chat": "talk to a model in the terminal",
     "plan": "say what serving a model will cost, before anything runs",
+    "bench": "measure: attention kernels against each other and the machine",
+    "doctor": "look at this machine, run attention here, and say which kernels really ran",
 }
 """Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""
 
