@@ -129,8 +129,9 @@ def test_stop_token_ends_without_its_text_and_is_named(served: Served, joined: b
 
 def test_logprobs_have_one_entry_a_token_and_survive_a_stop_string(served: Served) -> None:
     served.say("ab STOP")
-    answer = served.complete(logprobs=2, stop="STOP").json()
+    answer = served.complete(logprobs=2, stop="STOP", return_token_ids=True).json()
     logprobs = answer["choices"][0]["logprobs"]
+    assert served.tokenizer.decode(answer["choices"][0]["token_ids"]) == "ab "
     assert logprobs["tokens"] == ["a", "b", " "]
     assert logprobs["token_logprobs"] == [-0.5] * 3
     assert logprobs["text_offset"] == [0, 1, 2]

@@ -29,7 +29,11 @@ class ClientGone(Exception):
 
 
 async def read_body(receive: Receive, declared_bytes: int | None, limit_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as the limit is known to be passed, ClientGone on a disconnect."""
+    """The whole body. Raises BodyTooLarge as soon as the limit is known to be passed, ClientGone on a disconnect.
+
+    What is not read here is read and thrown away by the HTTP server, so that a client that sends first and reads
+    later finds the refusal and not a reset connection.
+    """
     if declared_bytes is not None and declared_bytes > limit_bytes:
         raise _too_large(limit_bytes)
     chunks: list[bytes] = []

@@ -57,6 +57,4 @@ def error_headers(error: SteelyardError) -> list[tuple[bytes, bytes]]:
     """Headers that go with an error besides its content type."""
     if isinstance(error, Overloaded):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
-    if isinstance(error, BodyTooLarge):
-        return [(b"connection", b"close")]  # the rest of the body is not read
     return []

@@ -119,7 +119,7 @@ def _engine_lines(status: Status | None, common: str) -> list[str]:
     lines += gauge_lines("steelyard:num_requests_waiting_by_reason", "Why choices wait.", reasons, common)
     usage = now.blocks_active / total
     lines += gauge_line("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests.", usage, common)
-    lines += gauge_lines("steelyard:kv_blocks", "KV blocks: total = clean + cached (evictable) + active.", blocks, common)
+    lines += gauge_lines("steelyard:kv_blocks", "Blocks: total = clean + cached (evictable) + active.", blocks, common)
     stalled = now.stalled_ns / NS
     lines += gauge_line("steelyard:engine_stalled_seconds", "Since a step made progress, if due.", stalled, common)
     for key, (name, help) in ENGINE_COUNTERS.items():
