@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.setups import exact, make_roofline, make_service
 from steelyard.errors import StartError
 from steelyard.plan.capacity import capacity, constraints, knee, price, sensitivity, solve
 from steelyard.plan.device import find_device
 from steelyard.plan.queueing import Little, mean_wait, share_waiting_less, wait_quantile
 from steelyard.plan.service import Service, latency
 from steelyard.plan.workload import Arrival, Slo, Workload, from_trace, read_trace
+from tests.plan.setups import exact, make_roofline, make_service
 
 SERVICE = make_service()
 NONE = Slo()

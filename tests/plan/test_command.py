@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from plan.test_fit import ROOF, TRUE, batch, single
 from steelyard.cli.main import main
 from steelyard.cli.options import add_engine_arguments
 from steelyard.plan.presets import preset_config
+from tests.plan.test_fit import ROOF, TRUE, batch, single
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "plan.md"
 COMMANDS = re.findall(r"^\$ steelyard (.*)$", DOCS.read_text(), re.M)

@@ -83,6 +83,17 @@ def test_max_context_is_the_longest_sequence_that_fits(model: ModelShape, block_
     assert pools.max_sequences(blocks, longest + 1) == 0
 
 
+@given(shapes, block_sizes, st.integers(0, 4 * GIB))
+@settings(max_examples=50)
+def test_the_longest_sequence_in_a_budget_is_the_inverse_of_its_bytes(
+    model: ModelShape, block_size: int, budget: int
+) -> None:
+    pools = KvPools.of(model, block_size)
+    longest = pools.longest_in(budget)
+    assert longest == 0 or pools.bytes_for_sequences(1, longest) <= budget
+    assert pools.bytes_for_sequences(1, longest + 1) > budget
+
+
 @given(st.integers(1, 400), st.integers(1, 64), st.integers(1, 2000))
 @settings(max_examples=200)
 def test_a_window_never_spans_more_blocks_than_counted(window: int, block_size: int, context_len: int) -> None:

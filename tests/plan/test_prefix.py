@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.setups import exact, make_roofline, make_service
 from steelyard.errors import StartError
 from steelyard.plan.device import find_device
 from steelyard.plan.fit import generic
 from steelyard.plan.prefix import Economics, History, break_even_hit_share, prefill_flops
 from steelyard.plan.workload import Slo, Workload
+from tests.plan.setups import exact, make_roofline, make_service
 
 ROOF = make_roofline()
 CACHE = Economics(ROOF, generic(ROOF))

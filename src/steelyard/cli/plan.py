@@ -41,12 +41,12 @@ def parse_time(text: str) -> float:
     return float(match.group(1)) * _TIME_UNITS[match.group(2)]
 
 
-def parse_batches(text: str) -> tuple[int, ...]:
+def parse_counts(text: str) -> tuple[int, ...]:
     """`1,8,32`: whole numbers separated by commas. Raises argparse.ArgumentTypeError for anything else."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of batch sizes such as 1,8,32") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,8,32") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,13 +74,14 @@ def _add_configuration(group: Any) -> None:
     add("--tensor-parallel-size", "--tp", type=int, default=1, dest="tp", metavar="N", help="devices of a replica")
     add("--dtype", metavar="NAME", help="of weights: bfloat16, fp8, int4, q4_k, ... (default: as stored)")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="bfloat16, fp8, float32 (default: bfloat16)")
-    add("--context", type=int, metavar="TOKENS", help="of a sequence in the tables (default: input + output, or 4096)")
+    what = "of a sequence, in the tables; the first one in the memory table (default: input + output, or 4096)"
+    add("--context", type=parse_counts, default=(), metavar="TOKENS,...", help=what)
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
     add("--block-size", type=int, default=64, metavar="TOKENS", help="(default: 64)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: 256)")
     add("--max-num-batched-tokens", type=int, default=8192, metavar="TOKENS", help="(default: 8192)")
     add("--enforce-eager", action="store_true", help="no CUDA graphs, and no memory for them")
-    add("--batch", type=parse_batches, default=BATCHES, metavar="N,N", help="rows of the decode table")
+    add("--batch", type=parse_counts, default=BATCHES, metavar="N,...", help="rows of a decode step, in the table")
     add("--records", metavar="FILE", help="measured steps (JSON Lines) to calibrate the estimates with")
 
 
@@ -167,7 +168,7 @@ def _options(args: argparse.Namespace, device: Device) -> Options:
         tp=args.tp,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
-        context_len=args.context,
+        contexts=args.context,
         share=args.gpu_memory_utilization,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,

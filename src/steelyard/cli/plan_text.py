@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from steelyard.plan.costs import attention_traffic
 from steelyard.plan.explain import Figure, figures
 from steelyard.plan.planner import Plan, StepRow
 
-_SECTIONS = {"model": "Model", "kv": "KV cache", "memory": "Memory of one device", "capacity": "Capacity"}
+_SECTIONS = {
+    "device": "Device",
+    "model": "Model",
+    "kv": "KV cache",
+    "memory": "Memory of one device",
+    "capacity": "Capacity",
+}
 
 
 def render(plan: Plan, *, explain: bool = False) -> str:
     """The whole plan; with `explain`, a formula under each number."""
     lines = [_headline(plan), ""]
     found = figures(plan)
-    for section in ("model", "kv", "memory"):
+    for section in ("device", "model", "kv", "memory"):
         lines += [*_section(found, section, explain), ""]
     if not plan.fits:
         lines += [_does_not_fit(plan), ""]
     lines += [*steps("Decode step", plan.decodes, explain), ""]
-    lines += [*steps("Prefill", plan.prefills, explain), ""]
+    lines += [*steps("Prefill", plan.prefills, explain), _attention_traffic(plan), ""]
     if plan.capacity is not None:
         lines += [*_section(found, "capacity", explain), ""]
         if not plan.capacity.feasible:
@@ -72,6 +79,13 @@ def _parts(row: StepRow, is_decode: bool) -> Iterator[str]:
         work = f"{part.cost.flops / 1e9:,.2f} GFLOP {part.compute_s * 1e3:.3f} ms"
         moved = part.cost.link_bytes or part.cost.bytes
         yield f"{name:>14}  {part.name:<18} {work}, {moved / 1e9:,.3f} GB {part.memory_s * 1e3:.3f} ms: {part.bound}"
+
+
+def _attention_traffic(plan: Plan) -> str:
+    longest = plan.prefills[-1].num_tokens
+    naive, tiled = attention_traffic(plan.model.shape, longest)
+    said = f"  Attention of {longest:,} tokens moves {tiled / 1e9:,.1f} GB in tiles"
+    return f"{said}, {naive / 1e9:,.1f} GB ({naive / tiled:.0f} x) with scores written out."
 
 
 def _headline(plan: Plan) -> str:

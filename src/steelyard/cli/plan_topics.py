@@ -14,7 +14,17 @@ from steelyard.plan.costs import Setup
 from steelyard.plan.device import find_device
 from steelyard.plan.fit import evaluate, fit, read_records
 from steelyard.plan.formats import kv_dtype_bytes, weight_format
-from steelyard.plan.fragmentation import POLICIES, STORY, STORY_CAPACITY, Replay, block_choices, replay, sample_lengths
+from steelyard.plan.fragmentation import (
+    POLICIES,
+    STORY,
+    STORY_CAPACITY,
+    BlockChoice,
+    Event,
+    Replay,
+    block_choices,
+    replay,
+    sample_lengths,
+)
 from steelyard.plan.memory import GIB
 from steelyard.plan.models import PlannedModel
 from steelyard.plan.planner import Options, Plan, make_plan
@@ -25,7 +35,6 @@ from steelyard.plan.tune import Tuned
 
 _INTS = {
     "tp": "tp",
-    "context": "context_len",
     "block-size": "block_size",
     "max-num-seqs": "max_num_seqs",
     "max-num-batched-tokens": "max_num_batched_tokens",
@@ -78,10 +87,12 @@ def _changed(options: Options, text: str) -> Options:
             changed["device"] = find_device(value)
         elif key in _NAMES and value:
             changed[_NAMES[key]] = value
+        elif key == "context" and value.isdigit():
+            changed["contexts"] = (int(value),)
         elif key in _INTS and value.isdigit():
             changed[_INTS[key]] = int(value)
         else:
-            known = ", ".join(("device", *_NAMES, *_INTS))
+            known = ", ".join(("device", "context", *_NAMES, *_INTS))
             raise StartError(f"--to {text}: expected KEY=VALUE with a key of {known}, got {part!r}", param="to")
     return replace(options, **changed)
 
@@ -95,8 +106,8 @@ def _compared(plan: Plan) -> dict[str, str]:
         "longest context": f"{plan.max_context:,}",
     }
     for row in plan.decodes:
-        found[f"decode {row.batch} floor ms"] = f"{row.floor.ms:.3f}"
-        found[f"decode {row.batch} estimate ms"] = f"{row.estimate.ms:.3f}"
+        found[f"decode {row.batch} x {row.context_len} floor ms"] = f"{row.floor.ms:.3f}"
+        found[f"decode {row.batch} x {row.context_len} estimate ms"] = f"{row.estimate.ms:.3f}"
     for row in plan.prefills:
         found[f"prefill {row.num_tokens} estimate ms"] = f"{row.estimate.ms:.1f}"
     if plan.capacity is not None:
@@ -177,7 +188,7 @@ def show_waste(args: argparse.Namespace, plan: Plan) -> int:
     """The story, the four policies on sampled lengths, and block sizes."""
     shape, block = plan.model.shape, plan.options.block_size
     mean_in, mean_out = args.input or 161, args.output or 338
-    max_len = min(args.context or 2048, shape.max_position)
+    max_len = min(args.context[0] if args.context else 2048, shape.max_position)
     lengths = sample_lengths(400, mean_in, mean_out, max_len=max_len)
     each = plan.setup.shape.kv_bytes_per_token(plan.setup.kv_dtype_bytes, plan.setup.tp)
     slots = max(min(plan.budget.kv_bytes // each, 8 * max_len), 2 * max_len)
@@ -191,11 +202,7 @@ def show_waste(args: argparse.Namespace, plan: Plan) -> int:
         found = {"slots": slots, "policies": policies, "block_sizes": [asdict(b) for b in blocks]}
         print(json.dumps(found | {"story": [asdict(e) for e in story]}, indent=2))
         return 0
-    print(f"First fit over {STORY_CAPACITY} slots")
-    for event in story:
-        holes = ", ".join(f"{size} at {start}" for start, size in event.holes)
-        what = "FAILS" if event.failed else ("" if event.start is None else f"gets slot {event.start}")
-        print(f"  {event.text:<14} {what:<13} free {event.num_free:>3} in holes of {holes}")
+    _print_story(story)
     print(f"\n{len(lengths)} requests of {mean_in:,} + {mean_out:,} tokens on average in {slots:,} slots")
     header = ["policy", *kinds, "running", "steps", "preempted"]
     rows = [
@@ -209,7 +216,19 @@ def show_waste(args: argparse.Namespace, plan: Plan) -> int:
         for u in uses
     ]
     print("\n".join(table(header, rows)))
-    print("\nBlock size, for sequences of these lengths")
+    _print_blocks(blocks)
+    return 0
+
+
+def _print_story(story: list[Event]) -> None:
+    print(f"First fit over {STORY_CAPACITY} slots")
+    for event in story:
+        holes = ", ".join(f"{size} at {start}" for start, size in event.holes)
+        what = "FAILS" if event.failed else ("" if event.start is None else f"gets slot {event.start}")
+        print(f"  {event.text:<14} {what:<13} free {event.num_free:>3} in holes of {holes}")
+
+
+def _print_blocks(blocks: list[BlockChoice]) -> None:
     header = ["tokens", "waste a sequence", "of the pool", "table entries", "prefix lost", "KiB in one run"]
     rows = [
         [
@@ -222,8 +241,7 @@ def show_waste(args: argparse.Namespace, plan: Plan) -> int:
         ]
         for b in blocks
     ]
-    print("\n".join(table(header, rows)))
-    return 0
+    print("\n".join(["\nBlock size, for sequences of these lengths", *table(header, rows)]))
 
 
 def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) -> int:

@@ -22,7 +22,7 @@ class Figure:
 
 def figures(plan: Plan) -> list[Figure]:
     """Every headline number of a plan, in the order in which they build on each other."""
-    found = [*_model(plan), *_kv(plan), *_memory(plan)]
+    found = [*_device(plan), *_model(plan), *_kv(plan), *_memory(plan)]
     if plan.capacity is not None:
         found += _capacity(plan, plan.capacity)
     return found
@@ -30,6 +30,25 @@ def figures(plan: Plan) -> list[Figure]:
 
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB"
+
+
+def _device(plan: Plan) -> list[Figure]:
+    device, weights = plan.setup.device, plan.setup.weights
+    kind = weights.compute_kind
+    peak = f"{device.flops(kind) / 1e12:,.1f} TFLOP/s, {device.bandwidth / 1e9:,.0f} GB/s, {gib(device.memory_bytes)}"
+    ridge, critical = device.ridge(kind), device.critical_batch(weights.bits_per_parameter() / 8, kind)
+    formula = f"{device.flops(kind) / 1e12:,.1f} TFLOP/s / {device.bandwidth / 1e9:,.0f} GB/s"
+    rows = f"ridge x bytes a weight / 2 FLOPs = {ridge:.1f} x {weights.bits_per_parameter() / 8:g} / 2"
+    return [
+        Figure("device", "peaks", peak, "dense, from the datasheet; memory as the driver reports it"),
+        Figure("device", "ridge", f"{ridge:.0f} FLOPs a byte", formula),
+        Figure(
+            "device",
+            "critical batch",
+            f"{critical:.0f} rows",
+            f"{rows}: from there on products are bound by arithmetic",
+        ),
+    ]
 
 
 def _model(plan: Plan) -> list[Figure]:
@@ -88,6 +107,10 @@ def _kv(plan: Plan) -> list[Figure]:
     if windows:
         formula = "sum over layers of min(context, window) x bytes per token and layer"
     found.append(Figure("kv", f"KV of {context:,} tokens", gib(whole), formula))
+    lengths = (512, 2048, 8192, 32768, 131072)
+    label = " / ".join(f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths)
+    sizes = " / ".join(f"{shape.kv_bytes_per_sequence(n, size) / GIB:.3g}" for n in lengths)
+    found.append(Figure("kv", label, f"{sizes} GiB", "the same for other lengths"))
     if tp > 1:
         rank = shape.kv_bytes_per_sequence(context, size, tp)
         held = (

@@ -104,6 +104,15 @@ class KvPools:
         each = self.bytes_for_sequences(1, context_len) - self.bytes_for_sequences(0, context_len)
         return max(free // each, 0)
 
+    def longest_in(self, budget_bytes: int) -> int:
+        """Tokens of the longest single sequence that fits a budget whose pools are cut for just that length."""
+        low, high = 0, budget_bytes // min(self.block_bytes) * self.block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.bytes_for_sequences(1, middle) <= budget_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return max(low, 0)
+
     def max_context(self, num_blocks: tuple[int, ...]) -> int:
         """Tokens of the longest single sequence the blocks hold; 0 where a window group is too small for any."""
         low, high = 0, max(num_blocks) * self.block_size

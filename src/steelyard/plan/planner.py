@@ -33,7 +33,8 @@ class Options:
     """What to plan for. None: decided here.
 
     dtype        of weights; None: as stored
-    context_len  tokens of a sequence in the memory and decode tables; None: the load's, or 4,096
+    contexts     tokens of a sequence in the decode table, the first of them also in the memory table; empty: the
+                 load's input and output, or 4,096
     share        of the device's memory for everything
     """
 
@@ -41,7 +42,7 @@ class Options:
     tp: int = 1
     dtype: str | None = None
     kv_cache_dtype: str = "auto"
-    context_len: int | None = None
+    contexts: tuple[int, ...] = ()
     share: float = 0.9
     block_size: int = 64
     max_num_seqs: int = 256
@@ -55,16 +56,17 @@ class Options:
     records: tuple[StepRecord, ...] = ()
 
     def __post_init__(self) -> None:
-        counts = ("tp", "block_size", "max_num_seqs", "max_num_batched_tokens", "context_len", "replicas")
+        counts = ("tp", "block_size", "max_num_seqs", "max_num_batched_tokens", "replicas")
         for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
-                flag = "tensor-parallel-size" if name == "tp" else name.replace("_len", "").replace("_", "-")
+                flag = "tensor-parallel-size" if name == "tp" else name.replace("_", "-")
                 raise StartError(f"--{flag} must be at least 1, got {value}", param=name)
         if not 0.0 < self.share <= 1.0:
             raise StartError(f"--gpu-memory-utilization must be in (0, 1], got {self.share:g}", param="share")
-        if any(b < 1 for b in self.batches):
-            raise StartError(f"--batch must be at least 1, got {min(self.batches)}", param="batch")
+        for flag, values in (("batch", self.batches), ("context", self.contexts)):
+            if any(v < 1 for v in values):
+                raise StartError(f"--{flag} must be at least 1, got {min(values)}", param=flag)
         if self.price_per_hour is not None and self.price_per_hour < 0:
             raise StartError(f"--price-per-hour must not be negative, got {self.price_per_hour:g}", param="price")
 
@@ -117,8 +119,8 @@ class Plan:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest single sequence that the pool holds, whatever the model's own limit."""
-        return self.pools.max_context(self.num_blocks) if self.fits else 0
+        """Tokens of the longest single sequence that fits the pool's bytes, whatever the model's own limit."""
+        return self.pools.longest_in(self.budget.kv_bytes) if self.fits else 0
 
 
 def make_plan(model: PlannedModel, options: Options) -> Plan:
@@ -129,15 +131,16 @@ def make_plan(model: PlannedModel, options: Options) -> Plan:
     setup = Setup(shape, device, weights, kv_bytes, options.tp)
     roofline = Roofline(setup)
     calibration = fit(roofline, options.records) if options.records else default_calibration(roofline)
-    context_len = options.context_len or _default_context(options.load, shape.max_position)
+    contexts = options.contexts or (_default_context(options.load, shape.max_position),)
+    context_len = contexts[0]
     budget = _memory(model, setup, options)
     pools = KvPools.of(shape, options.block_size, kv_bytes, expected_len=context_len, tp=options.tp)
     num_blocks = pools.blocks_at(pools.fit(max(budget.kv_bytes, 0)))
     maker = _Rows(roofline, calibration)
-    held = pools.max_sequences(num_blocks, context_len)
-    decodes = [maker.row(decode(b, context_len), b <= held) for b in options.batches]
+    held = {c: pools.sequences_in(budget.kv_bytes, c) for c in contexts}
+    decodes = [maker.row(decode(b, c), b <= held[c]) for c in contexts for b in options.batches]
     lengths = sorted({*PREFILLS, min(options.max_num_batched_tokens, context_len)})
-    longest = pools.max_context(num_blocks)
+    longest = pools.longest_in(budget.kv_bytes)
     prefills = [maker.row(prefill(n), n <= longest) for n in lengths]
     service = found = cost = None
     changes: Sequence[Change] = ()

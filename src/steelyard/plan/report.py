@@ -102,6 +102,9 @@ def _kv(plan: Plan) -> dict[str, Any]:
         "bytes_per_token_per_rank": shape.kv_bytes_per_token(size, tp),
         "bytes_per_sequence": shape.kv_bytes_per_sequence(plan.context_len, size),
         "bytes_per_sequence_per_rank": shape.kv_bytes_per_sequence(plan.context_len, size, tp),
+        "bytes_by_context": {
+            str(n): shape.kv_bytes_per_sequence(n, size) for n in (512, 2048, 4096, 8192, 32768, 131072)
+        },
         "block_bytes": list(plan.pools.block_bytes),
         "expected_waste_tokens": (plan.options.block_size - 1) / 2,
     }
