@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_model
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, StepResult, TableEdit, Want
 from steelyard.errors import StartError
-from steelyard.runner.options import RunnerOptions
+from steelyard.runner import options as options_module
+from steelyard.runner.options import RunnerOptions, resolve_dtype
 from steelyard.runner.runner import TorchRunner
 from steelyard.runner.start import start_runner
+from tests import tiny_model
 
 PROMPT = tuple(range(10, 30))
 BLOCK = 8
@@ -178,3 +179,26 @@ def test_sizes_that_cannot_be_are_refused_with_the_numbers(folder: Path) -> None
         start(folder, max_model_len=9999)
     with pytest.raises(StartError, match="one block takes"):
         start(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("native", "kinds", "chosen"),
+    [
+        (True, {"F32"}, torch.float32),
+        (True, {"F32", "Q4_1"}, torch.bfloat16),
+        (True, {"BF16"}, torch.bfloat16),
+        (False, {"BF16"}, torch.float32),
+    ],
+)
+def test_auto_dtype_rounds_only_what_is_stored_narrow_and_says_so(
+    native: bool,
+    kinds: set[str],
+    chosen: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(options_module, "has_native_bfloat16", lambda: native)
+    with caplog.at_level("INFO"):
+        assert resolve_dtype("auto", torch.device("cpu"), kinds) is chosen
+    assert "--dtype auto: " + str(chosen).removeprefix("torch.") in caplog.text
+    assert resolve_dtype("float32", torch.device("cpu"), kinds) is torch.float32

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 
 from steelyard.errors import StartError
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -55,11 +59,32 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """--dtype as a torch type. auto is float32 on a CPU, where it is exact, and bfloat16 on a GPU."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[name]
+def resolve_dtype(name: str, device: torch.device, kinds: Set[str]) -> torch.dtype:
+    """--dtype as a torch type; `kinds` are those of the checkpoint's tensors.
+
+    auto is bfloat16 on a GPU. On a CPU it is bfloat16 too where the CPU multiplies it natively and the checkpoint's
+    matrices are narrower than float32 anyway; else float32, which rounds nothing.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16
+    narrow = bool(kinds - {"F32", "F64"})
+    chosen = torch.bfloat16 if narrow and has_native_bfloat16() else torch.float32
+    if chosen is torch.bfloat16:
+        _log.info(
+            "--dtype auto: bfloat16 products (weights of 4 or 8 bits stay packed where few rows are computed), "
+            "float32 everywhere else; --dtype float32 rounds nothing"
+        )
+    else:
+        why = "the checkpoint's own" if not narrow else "this CPU has no bfloat16 arithmetic"
+        _log.info("--dtype auto: float32 (%s)", why)
+    return chosen
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 products (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def resolve_limits(options: RunnerOptions, device: torch.device, context: int) -> Limits:

@@ -27,7 +27,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend, "cp
 def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
     """A runner that can launch steps. Raises StartError (CheckpointError for the model's files) saying what to do."""
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
+    dtype = resolve_dtype(options.dtype, device, {entry.kind for entry in checkpoint.tensors.values()})
     backend = BACKENDS[device.type if options.backend == "auto" else options.backend]()
     shape = ModelShape.from_config(dict(checkpoint.config))
     limits = resolve_limits(options, device, shape.max_position)
@@ -48,7 +48,7 @@ def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
     kv_dtype = decoder.place.activations
     num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
     kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=kv_dtype, device=device))
-    name = str(dtype).removeprefix("torch.")
+    products, held = (str(d).removeprefix("torch.") for d in (dtype, kv_dtype))
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
@@ -59,7 +59,7 @@ def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
         vocab_size=shape.vocab_size,
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
-        kv_layout=f"{name}/{limits.block_size}",
+        kv_layout=f"{products}/{held}/{limits.block_size}",
     )
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
     runner.memory_terms = lambda: _terms(budget, kv.nbytes)
