@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import steelyard
-import tiny_model
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import StepPlan
 from steelyard.errors import CheckpointError, InvalidRequest, StartError
 from steelyard.llm import LLM, Progress
+from tests import tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SMALL = {"num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "check_invariants": True}

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from case_list import UNREACHED
-from configurations import CONFIGURATIONS, RIG, SCRIPTED
-from rig import Answer, Server
 
-import tiny_model
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.text.tokenizer import Tokenizer
+from tests import tiny_model
+from tests.cases.case_list import UNREACHED
+from tests.cases.configurations import CONFIGURATIONS, RIG, SCRIPTED
+from tests.cases.rig import Answer, Server
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rig import CANARY, Answer, Server, same_as_solo
+
+from tests.cases.rig import CANARY, Answer, Server, same_as_solo
 
 Prompts = Callable[[int], list[int]]
 Solo = Callable[..., Answer]

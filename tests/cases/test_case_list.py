@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from case_list import CASES, ELSEWHERE, UNREACHED, ids_tested
+from tests.cases.case_list import CASES, ELSEWHERE, UNREACHED, ids_tested
 
 
 def test_every_case_is_tested_or_named() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from rig import Server, open_request, wait_for
+
+from tests.cases.rig import Server, open_request, wait_for
 
 Prompts = Callable[[int], list[int]]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rig import Answer, Server, same_as_solo, texts
+
+from tests.cases.rig import Answer, Server, same_as_solo, texts
 
 Prompts = Callable[[int], list[int]]
 Solo = Callable[..., Answer]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rig import Answer, Server, open_request, same_as_solo, texts, wait_for
+
+from tests.cases.rig import Answer, Server, open_request, same_as_solo, texts, wait_for
 
 Prompts = Callable[[int], list[int]]
 Solo = Callable[..., Answer]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from configurations import SCRIPTED
-from rig import Server, texts
+
+from tests.cases.configurations import SCRIPTED
+from tests.cases.rig import Server, texts
 
 Prompts = Callable[[int], list[int]]
 

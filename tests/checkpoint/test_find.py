@@ -15,10 +15,10 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import save_file
 
-from checkpoint.files import write_llama
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.checkpoint.fingerprint import fingerprint
 from steelyard.errors import CheckpointError
+from tests.checkpoint.files import write_llama
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "eos_token_id": [2, 7], "bos_token_id": 1}
 

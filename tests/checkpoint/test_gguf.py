@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from checkpoint.files import LLAMA_KEYS, llama_tensors, write_gguf
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.checkpoint.gguf import BLOCK_BYTES, read_gguf
 from steelyard.errors import CheckpointError
+from tests.checkpoint.files import LLAMA_KEYS, llama_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoint.files import LLAMA_KEYS, llama_tensors, write_gguf, write_llama
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.errors import CheckpointError
+from tests.checkpoint.files import LLAMA_KEYS, llama_tensors, write_gguf, write_llama
 
 EMBEDDING = {"token_embd.weight": np.zeros((32, 64), np.float32)}
 KEYS = LLAMA_KEYS | {"attention.key_length": 16, "attention.value_length": 16}

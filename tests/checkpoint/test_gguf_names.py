@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from checkpoint.files import LLAMA_KEYS, llama_tensors, write_gguf
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.checkpoint.gguf import GgufTensor, read_gguf
 from steelyard.checkpoint.gguf_names import FAMILIES, Layout, translate
 from steelyard.errors import CheckpointError
+from tests.checkpoint.files import LLAMA_KEYS, llama_tensors, write_gguf
 
 LAYERS = 2
 SIZES = {

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny_model
 from steelyard.cli import main as command
 from steelyard.cli.chat import Conversation
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import StepPlan
 from steelyard.llm import LLM
+from tests import tiny_model
 
 
 @pytest.fixture(scope="module")

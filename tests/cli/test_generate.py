@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import tiny_model
 from steelyard.cli import main as command
 from steelyard.core.sampling import SamplingParams
 from steelyard.llm import LLM
+from tests import tiny_model
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos")
 SMALL = ("--num-gpu-blocks-override", "64", "--max-num-seqs", "4")

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from engine_harness import STEP_NS, Harness
 
 from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
@@ -16,6 +15,7 @@ from steelyard.scheduler.protocols import Faults
 from steelyard.sim.clock import VirtualClock
 from steelyard.sim.scripted import Script, ScriptedRunner
 from steelyard.wire.messages import Accepted, Ask, Control, Finished, Refused, Submit
+from tests.engine.engine_harness import STEP_NS, Harness
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from engine_harness import Harness
 
-import tiny_model
 from steelyard.config import EngineConfig
 from steelyard.core.sampling import SamplingParams
 from steelyard.engine import process as process_module
@@ -41,6 +39,8 @@ from steelyard.wire.messages import (
     Submit,
     ToEngine,
 )
+from tests import tiny_model
+from tests.engine.engine_harness import Harness
 
 T = TypeVar("T")
 WAIT_S = 120

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from llama_rig import VOCAB, Cell, check_greedy, prompts, request, run
 from transformers import PreTrainedModel
+
+from tests.equality.llama_rig import VOCAB, Cell, check_greedy, prompts, request, run
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

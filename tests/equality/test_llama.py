@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama_rig import Cell, check_greedy, prompts, request, run, tiny_llama
 from transformers import PreTrainedModel
+
+from tests.equality.llama_rig import Cell, check_greedy, prompts, request, run, tiny_llama
 
 LENS = (1, 15, 16, 17, 32, 47)
 

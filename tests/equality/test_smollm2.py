@@ -6,7 +6,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from llama_rig import Ran, Watched, check_greedy, request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from steelyard.cache.manager import CacheManager
@@ -17,6 +16,7 @@ from steelyard.runner.start import start_runner
 from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.clock import VirtualClock
+from tests.equality.llama_rig import Ran, Watched, check_greedy, request
 
 
 def oracle_of(checkpoint: Checkpoint) -> LlamaForCausalLM:

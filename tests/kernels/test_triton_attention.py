@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged import DEVICE, Layout, Problem, max_error, problem
 
 from steelyard.errors import StartError
 from steelyard.kernels.attention import AttnSpec, KvLayer
 from steelyard.kernels.reference import ReferenceAttention
 from steelyard.kernels.triton_attention import TritonAttention
 from steelyard.kernels.triton_configs import AttentionShape
+from tests.kernels.paged import DEVICE, Layout, Problem, max_error, problem
 
 
 def backend(layout: Layout, windows: tuple[int | None, ...] = (None,), **options: int) -> TritonAttention:
@@ -197,7 +197,7 @@ def test_views_with_a_row_stride_are_read_and_written_in_place() -> None:
 
 
 def test_unsupported_shapes_are_refused_with_what_to_do() -> None:
-    with pytest.raises(StartError, match=r"head_dim 72.*64, 80, 96, 128, 256.*sdpa"):
+    with pytest.raises(StartError, match=r"head_dim 72.*64, 80, 96, 128, 256.*auto"):
         backend(Layout(head_dim=72))
     with pytest.raises(StartError, match=r"block_size 24.*--block-size"):
         backend(Layout(block_size=24))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged import DEVICE, max_error
 
 from steelyard.kernels import reference
 from steelyard.kernels.attention import KvLayer
 from steelyard.kernels.triton_act import embed, gated
-from steelyard.kernels.triton_linear import Fused, gemv, skinny_linear
+from steelyard.kernels.triton_linear import Fused, gemv
 from steelyard.kernels.triton_norm import rms_norm
 from steelyard.kernels.triton_rope_kv import qk_norm_rope_write
+from tests.kernels.paged import DEVICE, max_error
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -105,11 +105,3 @@ def test_gemv_gates_two_halves(n: int) -> None:
     x, weight = randn(1, 512), randn(2 * n, 512) * 0.1
     out = gemv(x, weight, poisoned(1, n), Fused(activation="silu"))
     assert max_error(out, reference.gated(x.double() @ weight.double().T, "silu")) < 1e-5
-
-
-@pytest.mark.parametrize(("m", "n"), [(3, 100), (32, 128)])
-def test_skinny_linear(m: int, n: int) -> None:
-    torch.manual_seed(m)
-    x, weight = randn(m, 264, dtype=torch.float16)[:, :256], randn(n, 256, dtype=torch.float16)
-    out = skinny_linear(x, weight, poisoned(m, n, dtype=torch.float16))
-    assert max_error(out, x.double() @ weight.double().T) < 4e-3

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny_model
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.errors import CheckpointError
@@ -21,6 +20,7 @@ from steelyard.layers.linear import Place
 from steelyard.models.decoder import Decoder
 from steelyard.models.families import decoder_config
 from steelyard.models.load import load_weights, unpermute
+from tests import tiny_model
 
 Weights = dict[str, torch.Tensor]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_rig import Rig, make_request
 
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.timed import State
 from steelyard.sim.simulation import Simulation
+from tests.scheduler.scheduler_rig import Rig, make_request
 
 PROMPT = list(range(40))
 NUM_DECODES = 9

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_rig import Rig, assert_idle, make_choices, solo_output
 
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.step import RowWork, StepPlan
 from steelyard.errors import ContextLengthExceeded
 from steelyard.scheduler.policies.priority import Priority
+from tests.scheduler.scheduler_rig import Rig, assert_idle, make_choices, solo_output
 
 RIGS = st.builds(
     Rig,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scheduler_rig import Rig, assert_idle, assert_same_as_solo, make_choices, make_request
 
 from steelyard.cache.blocks import BlockPool
 from steelyard.cache.manager import CacheManager
@@ -15,6 +14,7 @@ from steelyard.core.step import Copy, TableEdit
 from steelyard.core.timed import State, Timed
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.rows import Resident
+from tests.scheduler.scheduler_rig import Rig, assert_idle, assert_same_as_solo, make_choices, make_request
 
 RIG = Rig(num_blocks=12, block_size=4, budget=16, overlap=True, vocab_size=40)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from scheduler_rig import Rig, assert_same_as_solo, make_request, run_checked
-
 from steelyard.core.request import Request
 from steelyard.core.timed import State
 from steelyard.scheduler.batching.continuous import Continuous
@@ -12,6 +10,7 @@ from steelyard.scheduler.batching.static import Static
 from steelyard.scheduler.policies.fcfs import Fcfs
 from steelyard.scheduler.policies.priority import Priority
 from steelyard.sim.simulation import Simulation
+from tests.scheduler.scheduler_rig import Rig, assert_same_as_solo, make_request, run_checked
 
 
 def entries(simulation: Simulation) -> list[list[int]]:

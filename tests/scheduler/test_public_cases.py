@@ -8,14 +8,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_rig import (
-    Rig,
-    assert_idle,
-    assert_same_as_solo,
-    make_choices,
-    make_request,
-    run_checked,
-)
 
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.timed import State
@@ -23,6 +15,14 @@ from steelyard.errors import ContextLengthExceeded
 from steelyard.scheduler.policies.priority import Priority
 from steelyard.scheduler.protocols import Faults
 from steelyard.sim.simulation import Simulation
+from tests.scheduler.scheduler_rig import (
+    Rig,
+    assert_idle,
+    assert_same_as_solo,
+    make_choices,
+    make_request,
+    run_checked,
+)
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_rig import Rig, assert_idle, assert_same_as_solo, make_choices, make_request, run_checked
 
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.step import RowWork, StepPlan, Want
@@ -11,6 +10,7 @@ from steelyard.core.timed import State
 from steelyard.errors import ContextLengthExceeded, InvalidRequest
 from steelyard.scheduler.policies.fcfs import Fcfs
 from steelyard.scheduler.protocols import Faults
+from tests.scheduler.scheduler_rig import Rig, assert_idle, assert_same_as_solo, make_choices, make_request, run_checked
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 PROMPT = list(range(100, 140))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import fake_engine
 import httpx
 import pytest
-from served import Served, start
 
-import tiny_model
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
+from tests import tiny_model
+from tests.server import fake_engine
+from tests.server.served import Served, start
 
 
 @pytest.fixture(scope="session")

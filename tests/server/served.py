@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fake_engine
 import httpx
 import openai
 import uvicorn
-from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from steelyard.config import ServerConfig
@@ -25,6 +23,8 @@ from steelyard.server.metrics import Metrics
 from steelyard.server.service import Service
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
+from tests.server import fake_engine
+from tests.server.fake_engine import FakeEngine
 
 
 @dataclass

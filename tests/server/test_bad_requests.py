@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import MAX_MODEL_LEN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import Served
+
+from tests.server.fake_engine import MAX_MODEL_LEN
+from tests.server.served import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POSTS = [COMPLETIONS, CHAT, "/tokenize", "/detokenize"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from served import Served
-from test_completions import events
 
-import tiny_model
+from tests import tiny_model
+from tests.server.served import Served
+from tests.server.test_completions import events
 
 USER = [{"role": "user", "content": "one two"}]
 HEAD = f"{tiny_model.BOS}{tiny_model.IM_START}"

@@ -7,11 +7,11 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN
-from served import Served, chunks, events
 
 from steelyard.core.hashing import chain, root_hash
 from steelyard.wire.messages import Refused
+from tests.server.fake_engine import BLOCK_SIZE, MAX_MODEL_LEN
+from tests.server.served import Served, chunks, events
 
 
 def test_whole_answer_has_openai_shape_and_usage(served: Served) -> None:

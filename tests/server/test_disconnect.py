@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from served import Served, counter, post_raw, wait_for
+
+from tests.server.served import Served, counter, post_raw, wait_for
 
 
 @pytest.mark.parametrize("stream", [False, True])

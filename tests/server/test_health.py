@@ -6,16 +6,16 @@ import re
 import threading
 from pathlib import Path
 
-import fake_engine
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import Served, counter, wait_for
 
 from steelyard.core.timed import State, Timed
 from steelyard.errors import Overloaded
 from steelyard.server.admission import Admission
 from steelyard.server.exchange import merged_ns
 from steelyard.server.metrics import ENGINE_COUNTERS, Metrics
+from tests.server import fake_engine
+from tests.server.served import Served, counter, wait_for
 
 DOCUMENTED = re.findall(r"^\| `([\w:]+)` \|", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(), re.M)
 

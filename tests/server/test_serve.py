@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-import tiny_model
+from tests import tiny_model
 
 SERVE = [sys.executable, "-m", "steelyard.cli.main", "serve"]
 

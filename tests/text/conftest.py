@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import sentencepiece as spm
 
-from checkpoint.files import write_llama
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.text.tokenizer import Tokenizer
-from text.samples import varied
+from tests.checkpoint.files import write_llama
+from tests.text.samples import varied
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from steelyard.checkpoint.entry import GgufVocabulary, TokenizerSource
 from steelyard.errors import CheckpointError
 from steelyard.text.build import _RULES, build_tokenizer, derive_merges
 from steelyard.text.tokenizer import Tokenizer
-from text.samples import varied
+from tests.text.samples import varied
 
 CORPUS = [*varied(400, seed=11), *("don't we'll HE'S 12345 67 The cat, the Cat's  hat\n\n  x" for _ in range(20))]
 

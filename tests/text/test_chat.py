@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.errors import InvalidRequest
 from steelyard.text.chat import ChatTemplate
-from text.templates import SMALL_TEMPLATES, TEMPLATES, TOOLS
+from tests.text.templates import SMALL_TEMPLATES, TEMPLATES, TOOLS
 
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "Hi <b>&amp; 'you'"}],

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from steelyard.core.sampling import SamplingParams
 from steelyard.text.stream import Piece, TextStream
 from steelyard.text.tokenizer import Tokenizer
-from text.samples import varied
-from text.test_stops import first_completed
+from tests.text.samples import varied
+from tests.text.test_stops import first_completed
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 

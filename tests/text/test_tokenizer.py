@@ -15,7 +15,7 @@ from steelyard.checkpoint.find import open_checkpoint
 from steelyard.errors import CheckpointError, InvalidRequest
 from steelyard.text.pieces import byte_letters
 from steelyard.text.tokenizer import Tokenizer
-from text.samples import varied
+from tests.text.samples import varied
 
 # Checked by hand against the rule of this vocabulary: single digits first, then GPT-2's words. The white space
 # before a digit stays together, which a reader that knows only GPT-2's rule gets wrong.
