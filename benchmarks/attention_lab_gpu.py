@@ -25,7 +25,7 @@ from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.environment import environment
 from steelyard.perf.kernel_bench import Row, run_bench
 from steelyard.perf.kernel_report import case_line, row_line, to_html, to_json
-from steelyard.perf.timing import median_ms
+from steelyard.perf.timing import median_ms, own_stream
 
 CUDA = torch.device("cuda")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -184,7 +184,8 @@ def sweep(end: float, out: Path, result: dict) -> list[dict]:
                     flash_autograd.tiles_for = lambda *_, changed=changed: changed
                     row = {"head_dim": head_dim, "group": grouped, "kernel": part, "tile": asdict(tile)}
                     try:
-                        row |= timed(q, k, v, grad, part == "forward", flops)
+                        with own_stream(CUDA):
+                            row |= timed(q, k, v, grad, part == "forward", flops)
                     except Exception as error:  # a tile that does not fit is a result
                         row["error"] = str(error).splitlines()[0][:200]
                     rows.append(row)

@@ -115,7 +115,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, spec: FlashSpec) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _dense(q), _dense(k), _dense(v)
         out = torch.empty_like(q)
         tile, num_seqs = tiles_for(q.shape[2], q.dtype).forward, cu_q.numel() - 1
         num_tiles = q.shape[0] // tile.bm + num_seqs
@@ -137,7 +137,7 @@ class FlashAttention(torch.autograd.Function):
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
         if not (q.numel() and k.numel()):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None, None
-        grad = grad.contiguous()
+        grad = _dense(grad)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         tiles, num_seqs = tiles_for(q.shape[2], q.dtype), cu_q.numel() - 1
         num_tiles, padding = lse.shape[1] // tiles.forward.bm, {"ROWS": tiles.forward.bm}
@@ -154,6 +154,12 @@ class FlashAttention(torch.autograd.Function):
             queries, k, v, grads, *rows, dk, dv, *sizes, **constants(q, k, ctx.spec, tile), **padding
         )
         return dq, dk, dv, None, None, None
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous, and at an address that a tile descriptor takes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def descriptor(x: Tensor, num_tokens: int) -> TensorDescriptor:

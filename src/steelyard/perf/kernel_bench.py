@@ -18,7 +18,7 @@ from torch import Tensor
 from steelyard.perf.attention_backends import NO_GRADIENT, Forward, Unsupported, prepare
 from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.environment import environment
-from steelyard.perf.timing import Ceiling, clear, extra_bytes, measure_ceiling, median_ms
+from steelyard.perf.timing import Ceiling, clear, extra_bytes, measure_ceiling, median_ms, own_stream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 ROTATE_BYTES = 200 * 2**20
@@ -86,14 +86,13 @@ def run_bench(
     so that a caller may end them. There must be one at least; its dtype is the ceiling's."""
     rest = iter(cases)
     first = next(rest)
-    report = Report(environment(), device.type, measure_ceiling(device, first.dtype))
-    for case in chain((first,), rest):
-        for direction in directions:
-            if direction == "backward" and case.kind == "decode":
-                continue
-            for row in _case_rows(case, direction, backends, report.ceiling, device):
-                report.rows.append(row)
-                on_row(row)
+    with own_stream(device):
+        report = Report(environment(), device.type, measure_ceiling(device, first.dtype))
+        for case in chain((first,), rest):
+            for direction in directions if case.kind == "prefill" else ("forward",):
+                for row in _case_rows(case, direction, backends, report.ceiling, device):
+                    report.rows.append(row)
+                    on_row(row)
     return report
 
 

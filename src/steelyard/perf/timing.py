@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,15 @@ class Ceiling:
     copy_bandwidth: float
 
 
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Where everything that is timed must run, the forward of a timed backward too: autograd stays on its stream, and
+    only a stream that is not the default one can be captured. Nothing on a CPU."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
 def median_ms(calls: Sequence[Call], device: torch.device, budget_s: float = 0.25) -> float:
-    """Median milliseconds of one call. `calls` do the same over different buffers and are taken in turn."""
+    """Median milliseconds of one call. `calls` do the same over different buffers and are taken in turn. On CUDA the
+    caller is inside `own_stream`."""
     if device.type == "cuda":
         return _cuda_ms(calls, budget_s)
     calls[0]()
@@ -86,34 +94,32 @@ def clear(device: torch.device) -> None:
 
 
 def _cuda_ms(calls: Sequence[Call], budget_s: float) -> float:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-        one_ms = max(_event_ms([calls[0]] * 3, side) / 3, 1e-3)
-        rounds = min(max(1, round(GRAPH_MS / one_ms)), MAX_NODES)
-        sequence = [calls[i % len(calls)] for i in range(max(rounds, len(calls)))]
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                for call in sequence:
-                    call()
-            replay: Call = graph.replay
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError:  # not capturable: events around the plain calls
+    stream = torch.cuda.current_stream()
+    assert stream != torch.cuda.default_stream(), "the default stream cannot be captured: use own_stream"
+    for call in calls:
+        call()
+    one_ms = max(_event_ms([calls[0]] * 3, stream) / 3, 1e-3)
+    rounds = min(max(1, round(GRAPH_MS / one_ms)), MAX_NODES)
+    sequence = [calls[i % len(calls)] for i in range(max(rounds, len(calls)))]
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in sequence:
+                call()
+        replay: Call = graph.replay
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError:  # not capturable: events around the plain calls
 
-            def replay() -> None:
-                for call in sequence:
-                    call()
+        def replay() -> None:
+            for call in sequence:
+                call()
 
-        replay()
-        times: list[float] = []
-        end = time.perf_counter() + budget_s
-        while len(times) < 3 or (time.perf_counter() < end and len(times) < 50):
-            times.append(_event_ms([replay], side) / len(sequence))
-    torch.cuda.current_stream().wait_stream(side)
+    replay()
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 50):
+        times.append(_event_ms([replay], stream) / len(sequence))
     return sorted(times)[len(times) // 2]
 
 
