@@ -30,8 +30,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from steelyard.kernels.attention import AttnSpec, KvLayer
 from steelyard.kernels.triton_configs import MULTIPROCESSORS, AttentionShape
 
-SHORT_CONTEXT = 2048
-"""Below this many keys 64-key tiles win over 128 (H200: 367 against 355 TFLOP/s at 1k, 490 against 561 at 16k)."""
+TILE, STAGES, Q_STAGES = 128, 2, 2
+"""Keys of a tile, tiles of the K and V rings, query tiles of the Q ring. 64-key tiles were slower on every shape."""
 
 
 @gluon.jit
@@ -264,12 +264,11 @@ def prefill_hopper(qd, kd, vd, Out, Lse, Sinks, Table, Tiles, Count, scale, cap,
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tiles of triton_plan with their count on the device; how many there can be, and the longest context if known."""
+    """Tiles of triton_plan with their count on the device, and how many there can be."""
 
     tiles: Tensor
     count: Tensor
     max_tiles: int
-    max_ctx: int
 
 
 def supports(shape: AttentionShape, device: torch.device) -> bool:
@@ -289,9 +288,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Attend the prefill tiles of `work`; the arguments are those of Attention.forward."""
     group, dim, kv_heads = shape.group, shape.head_dim, shape.num_kv_heads
-    short = 0 < work.max_ctx <= SHORT_CONTEXT
-    tile, stages, q_stages = (64, 3, 1) if short else (128, 2, 2)
-    box = min(kv.block_size, tile)
+    box = min(kv.block_size, TILE)
     flat = gl.NVMMASharedLayout(128, 16, rank=2)
     q_desc = TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // group, group, dim],
                               gl.NVMMASharedLayout(128, 16, rank=3))  # fmt: skip
@@ -301,7 +298,7 @@ def launch(
     prefill_hopper[(min(MULTIPROCESSORS, work.max_tiles * kv_heads),)](
         q_desc, k_desc, v_desc, out, out if lse is None else lse, q if spec.sinks is None else spec.sinks, table,
         work.tiles, work.count, spec.scale, spec.softcap or 1.0, out.stride(0), table.stride(0), block_rows,
-        HK=kv_heads, G=group, D=dim, BN=tile, BLOCK=kv.block_size, BOX=box, ST=stages, QST=q_stages,
+        HK=kv_heads, G=group, D=dim, BN=TILE, BLOCK=kv.block_size, BOX=box, ST=STAGES, QST=Q_STAGES,
         WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None, SINKS=spec.sinks is not None,
         WANT_LSE=lse is not None, num_warps=4,
     )  # fmt: skip

@@ -30,8 +30,8 @@ def gated_rows(X, Out, F, BLOCK: tl.constexpr, ACT: tl.constexpr, PDL: tl.conste
     """Grid (T, ceil(F / BLOCK)): Out [T, F] from X [T, 2 F]."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < F
-    let_successor_in(PDL)
     wait_for_predecessor(PDL)
+    let_successor_in(PDL)
     at = X + row * (2 * F) + i
     gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(at + F, mask=ok, other=0.0).to(tl.float32)

@@ -20,10 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from steelyard.errors import StartError
 from steelyard.kernels import gluon_prefill
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
+from steelyard.kernels.select import TRITON_BLOCK_SIZES, TRITON_HEAD_DIMS
 from steelyard.kernels.triton_common import NO_WINDOW, early, power_of_two
 from steelyard.kernels.triton_configs import (
-    BLOCK_SIZES,
-    HEAD_DIMS,
     AttentionShape,
     PrefillConfig,
     decode_config,
@@ -57,7 +56,8 @@ class TritonAttention:
     """Implements kernels.attention.Attention on CUDA (and, for tests, in Triton's interpreter).
 
     One object per model: its tables are overwritten by each `prepare`, in stream order. `use_gluon` False keeps to
-    plain Triton; `pdl` starts kernels early (see triton_common for the rules this puts on the kernels around).
+    plain Triton; `pdl` starts the kernels of small steps early (see triton_common for the rules this puts on the
+    kernels around); with many rows it would only spread programs unevenly.
     """
 
     name = "triton"
@@ -137,7 +137,8 @@ class TritonAttention:
         config = decode_config(shape, rows)
         which, items = self._windows.index(spec.window), rows + self._spread
         table, merge_last = batch.tables[spec.group], config.merge_last
-        common = self._heads(lse)
+        pdl = self._pdl and not merge_last
+        common = self._heads(lse, pdl)
         decode_split[(shape.num_kv_heads, items)](
             q, kv.k, kv.v, out, out if lse is None else lse, self._part_out, self._part_lse, self._done,
             q if spec.sinks is None else spec.sinks, table, self._items[which * items * ITEM_FIELDS :],
@@ -146,19 +147,19 @@ class TritonAttention:
             GB=power_of_two(shape.group),
             BN=config.tile, BLOCK=kv.block_size, CARRY=config.carry, STAGES=config.stages, WINDOW=spec.window or 0,
             SOFTCAP=spec.softcap is not None, SINKS=spec.sinks is not None, MERGE_LAST=merge_last, PB=8,
-            num_warps=config.warps, **register_cap(config), **early(self._pdl),
+            num_warps=config.warps, **register_cap(config), **early(pdl),
         )  # fmt: skip
         if not merge_last:
             decode_merge[(rows, shape.num_heads)](
                 out, out if lse is None else lse, self._part_out, self._part_lse,
                 self._rows[which * rows * ROW_FIELDS :], out.stride(0), **common, PB=16, num_warps=4,
-                **early(self._pdl),
+                **early(pdl),
             )  # fmt: skip
 
-    def _heads(self, lse: Tensor | None) -> dict[str, int]:
+    def _heads(self, lse: Tensor | None, pdl: bool) -> dict[str, int]:
         shape = self.shape
         heads = {"H": shape.num_heads, "HK": shape.num_kv_heads, "D": shape.head_dim, "DP": shape.padded_dim}
-        return {**heads, "WANT_LSE": lse is not None, "PDL": self._pdl}
+        return {**heads, "WANT_LSE": lse is not None, "PDL": pdl}
 
     def _prefill_rows(
         self, q: Tensor, kv: KvLayer, batch: Batch, spec: AttnSpec, out: Tensor, lse: Tensor | None
@@ -166,7 +167,7 @@ class TritonAttention:
         shape, config = self.shape, self._prefill
         count, table = self._tile_count, batch.tables[spec.group]
         if self._gluon and spec.causal:
-            work = gluon_prefill.Work(self._tiles, count, self._num_tiles(batch), batch.max_ctx)
+            work = gluon_prefill.Work(self._tiles, count, self._num_tiles(batch))
             gluon_prefill.launch(shape, q, kv, table, work, spec, out, lse)
             return
         pool = self._pool(kv, config)
@@ -210,15 +211,15 @@ def row_descriptor(pool: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def _check(shape: AttentionShape) -> None:
-    if shape.head_dim not in HEAD_DIMS:
+    if shape.head_dim not in TRITON_HEAD_DIMS:
         raise StartError(
-            f"head_dim {shape.head_dim}: the triton attention backend has {', '.join(map(str, HEAD_DIMS))}; "
-            "use --attention-backend sdpa"
+            f"head_dim {shape.head_dim}: the triton attention backend has {', '.join(map(str, TRITON_HEAD_DIMS))}; "
+            "use --attention-backend auto"
         )
-    if shape.block_size not in BLOCK_SIZES:
+    if shape.block_size not in TRITON_BLOCK_SIZES:
         raise StartError(
             f"block_size {shape.block_size}: the triton attention backend takes "
-            f"{', '.join(map(str, BLOCK_SIZES))}; set --block-size to one of them"
+            f"{', '.join(map(str, TRITON_BLOCK_SIZES))}; set --block-size to one of them"
         )
     if shape.num_heads % shape.num_kv_heads:
         raise StartError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")

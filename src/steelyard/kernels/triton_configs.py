@@ -3,7 +3,7 @@
 What was measured (bf16, 32 query heads on 8 KV heads, head size 128) and what it decided:
 
     decode   64-key tiles, 4 warps, 3 stages. Block ids carried one tile ahead while at most 3 programs share a
-             multiprocessor; beyond that one buffer (38 KB) lets five fit, which is worth 10 to 15 %.
+             multiprocessor; beyond that one buffer (38 KB) lets more fit, which is worth 10 to 15 %.
              Never split a row where rows x KV heads fill the machine: 35 us against 43 to 47 at 32 rows of 1k.
     prefill  128 x 64 tiles, 8 warps. At head size 128 two stages and at most 128 registers (two programs a
              multiprocessor) beat three stages; at 64 two programs fit anyway.
@@ -17,8 +17,6 @@ import torch
 
 from steelyard.kernels.triton_common import power_of_two
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (16, 32, 64, 128)
 MULTIPROCESSORS = 132
 BUSY_PROGRAMS = 256
 """Decode programs that keep the memory of an H200 busy; rows are split until there are about so many."""
@@ -94,9 +92,9 @@ def decode_config(shape: AttentionShape, rows: int) -> DecodeConfig:
         return DecodeConfig(tile=32, warps=4, stages=2, carry=True, merge_last=merge_last)
     if shape.padded_dim == 256:
         return DecodeConfig(tile=32, warps=4, stages=3, carry=True, merge_last=merge_last)
-    crowded = 3 * MULTIPROCESSORS < programs <= 5 * MULTIPROCESSORS
+    crowded = 3 * MULTIPROCESSORS < programs <= 5 * MULTIPROCESSORS and shape.block_size >= 64
     if crowded:
-        return DecodeConfig(tile=32, warps=4, stages=3, carry=True, merge_last=merge_last)
+        return DecodeConfig(tile=64, warps=4, stages=3, carry=False, merge_last=merge_last)
     return DecodeConfig(tile=64, warps=4, stages=3, carry=True, merge_last=merge_last)
 
 

@@ -61,8 +61,8 @@ def decode_merge(Out, Lse, PartOut, PartLse, Rows, out_stride, H: tl.constexpr, 
     """Second kernel of the two-kernel form, grid (rows, H): merges one head of a row that has several parts."""
     row, h = tl.program_id(0), tl.program_id(1)
     first, parts, token = tl.load(Rows + row * 4), tl.load(Rows + row * 4 + 1), tl.load(Rows + row * 4 + 2)
-    let_successor_in(PDL)
     wait_for_predecessor(PDL)
+    let_successor_in(PDL)
     G: tl.constexpr = H // HK
     if parts > 1:
         _merge(Out, Lse, PartOut, PartLse, token, h // G, first, parts, out_stride, h % G, H, HK, D, DP, PB, 1, 1,
@@ -109,7 +109,7 @@ def decode_split(Q, K, V, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items,
     for j in tl.range(lo, hi, BN, num_stages=STAGES):
         if not CARRY:
             ids = block_ids(table, j, last, n, BLOCK, BN)
-        off = kv_offsets(ids, j, n, kv_head, block_stride, BLOCK, D)
+        off = kv_offsets(ids, j, n, kv_head, block_stride, BLOCK, D, BN)
         seen = j + n < hi
         if DP == D:
             k = tl.load(K + off[None, :] + d[:, None])

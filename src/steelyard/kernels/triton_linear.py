@@ -1,11 +1,8 @@
-"""Linear layers for few tokens, where cuBLAS leaves bandwidth: one row (GEMV), and up to 32 rows against a wide N.
+"""The linear layer for one token (GEMV), where cuBLAS leaves bandwidth, with what surrounds it fused.
 
-    row_linear    M = 1    multiply-add on the ordinary units; all weights of a program are loaded before it waits for
-                           its predecessor; RMSNorm, gate and residual fused
-    skinny        M <= 32  W as the 64-row operand of wgmma, x.T as the other: for lm_head, where it is 15 % ahead
-
-On an H200 the GEMV beats cuBLAS on every shape measured (1.02 to 1.8 times); between 2 and 32 rows cuBLAS is equal or
-better but for lm_head and small square layers.
+Multiply-add on the ordinary units; all weights of a program are loaded before it waits for its predecessor. On an H200
+it beats cuBLAS on every shape measured (1.06 to 5 times). From 2 rows on cuBLAS reads lm_head at the memory's rate
+and is equal or better elsewhere.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -73,23 +70,6 @@ def row_linear(X, Norm, W, Bias, Y, eps, N, K: tl.constexpr, BN: tl.constexpr, B
     tl.store(Y + n, y.to(Y.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M", "x_stride"])
-def skinny(X, W, Y, M, N, x_stride, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-           STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """y [M, N] = x [M, K] @ w [N, K].T for M <= BM, grid (ceil(N / BN)). K is a multiple of BK."""
-    m, n, kk = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    let_successor_in(PDL)
-    wait_for_predecessor(PDL)
-    acc = tl.zeros([BN, BM], tl.float32)
-    source = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        x = tl.load(X + m[:, None] * x_stride + (k + kk)[None, :], mask=(m < M)[:, None], other=0.0)
-        w = tl.load(W + source + (k + kk)[None, :])
-        acc = tl.dot(w, x.T, acc, input_precision="ieee")
-    at = Y + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(at, acc.T.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
 @dataclass(frozen=True, slots=True)
 class Fused:
     """What row_linear does around the product: norm (weight, eps) before, bias, an activation of gates, a residual."""
@@ -126,17 +106,5 @@ def gemv(x: Tensor, weight: Tensor, out: Tensor, fused: Fused = PLAIN, pdl: bool
         NORM=fused.norm is not None, BIAS=fused.bias is not None, RESIDUAL=fused.residual,
         ACT=ACTIVATIONS[fused.activation] if fused.activation else -1, RAGGED=n % rows != 0,
         EARLY_SIGNAL=weight.numel() * 2 > 16 << 20, PDL=pdl, num_warps=4 if elements <= 16384 else 8, **early(pdl),
-    )  # fmt: skip
-    return out
-
-
-def skinny_linear(x: Tensor, weight: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
-    """out [M, N] = x [M, K] @ weight [N, K].T for M <= 32 and K a multiple of 128."""
-    m, k = x.shape
-    n = weight.shape[0]
-    assert m <= 32 and k % 128 == 0 and weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1
-    skinny[(-(-n // 64),)](
-        x, weight, out, m, n, x.stride(0), K=k, BM=16 if m <= 16 else 32, BN=64, BK=128, STAGES=4, PDL=pdl,
-        num_warps=4, **early(pdl),
     )  # fmt: skip
     return out

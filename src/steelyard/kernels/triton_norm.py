@@ -20,8 +20,8 @@ def rms_norm_rows(X, Residual, Weight, Out, eps, x_stride, K: tl.constexpr, BLOC
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     ok = i < K
     weight = tl.load(Weight + i, mask=ok, other=0.0).to(tl.float32)
-    let_successor_in(PDL)
     wait_for_predecessor(PDL)
+    let_successor_in(PDL)
     x = tl.load(X + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         total = x + tl.load(Residual + row * K + i, mask=ok, other=0.0).to(tl.float32)

@@ -37,7 +37,7 @@ def _load_tile(K, V, ids, key, n, d, kv_head, block_stride, D: tl.constexpr, DP:
         k = K.load([row, 0]).T
         v = V.load([row, 0])
     else:
-        off = kv_offsets(ids, key, n, kv_head, block_stride, BLOCK, D)
+        off = kv_offsets(ids, key, n, kv_head, block_stride, BLOCK, D, n.shape[0])
         if DP == D:
             k = tl.load(K + off[None, :] + d[:, None])
             v = tl.load(V + off[:, None] + d[None, :])

@@ -45,8 +45,8 @@ def rope_kv(QKV, QNorm, KNorm, CosSin, Positions, K, V, Slots, eps, qkv_stride, 
     pair = i < HALF
     cos = tl.load(CosSin + angle * ROT + i, mask=pair, other=1.0)
     sin = tl.load(CosSin + angle * ROT + HALF + i, mask=pair, other=0.0)
-    let_successor_in(PDL)
     wait_for_predecessor(PDL)
+    let_successor_in(PDL)
     turns = h < HQ + HK
     live = (h < HQ + 2 * HK)[:, None]
     at = QKV + t * qkv_stride + h[:, None] * D + i[None, :]
@@ -107,8 +107,8 @@ def kv_write(NewK, NewV, K, V, Slots, k_stride, v_stride, block_stride, HK: tl.c
     t = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, HB), tl.arange(0, DP)
     slot = tl.load(Slots + t)
-    let_successor_in(PDL)
     wait_for_predecessor(PDL)
+    let_successor_in(PDL)
     ok = (h < HK)[:, None] & (d < D)[None, :] & (slot >= 0)
     of = h[:, None] * D + d[None, :]
     to = slot // BLOCK * block_stride + h.to(tl.int64)[:, None] * (BLOCK * D) + slot % BLOCK * D + d[None, :]
