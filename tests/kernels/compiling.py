@@ -1,6 +1,7 @@
 """Compile every launch of a block for sm_90a on a machine without a GPU, and read the resources off the cubin.
 
-Run as a program: `python -m tests.kernels.compiling NAME` compiles the cases of that name and prints one JSON line per kernel.
+Run as a program: `python -m tests.kernels.compiling NAME` compiles the cases of that name and prints one JSON line a
+kernel.
 Tensors live on torch's meta device, the driver is a stand-in, and JITFunction.run only compiles.
 """
 
