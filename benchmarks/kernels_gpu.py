@@ -355,7 +355,7 @@ def is_wrong(row: dict[str, object]) -> bool:
     if row["item"] != "check":
         return "failed" in row
     relative, equal = row.get("relative", 0.0), row.get("equal", True)
-    return not relative < 3e-3 or not equal or equal not in (True, row.get("rows")) or row.get("same_of_20", 20) != 20
+    return not relative < 4e-3 or not equal or equal not in (True, row.get("rows")) or row.get("same_of_20", 20) != 20
 
 
 def main(out: Path, groups: list[str]) -> int:

@@ -158,7 +158,7 @@ class ExpertLayer:
         self._y = torch.zeros(pairs, hidden, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor) -> Tensor:
-        """out[t] = sum over a of weights[t, a] * expert[ids[t, a]](x[t]); x, out [T, K], ids int32 and weights [T, A]."""
+        """out[t] = sum over a of weights[t, a] expert[ids[t, a]](x[t]); x, out [T, K], ids int32 and weights [T, A]."""
         num_tokens, k = x.shape
         pairs, f = num_tokens * self._top_k, experts.down.shape[2]
         assert ids.shape == weights.shape == (num_tokens, self._top_k) and pairs <= self._hidden.shape[0]
