@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,9 +52,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("attention-lab.json"))
     parser.add_argument("--seconds", type=float, default=170.0)
     parser.add_argument("--sweep", action="store_true", help="time tile shapes instead of comparing backends")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.one:
+        print(json.dumps(JOBS[args.one]()))
+        return
     end = time.monotonic() + args.seconds
-    result = {"environment": environment(), "checks": check(), "repeats": repeats()}
+    result = {"environment": environment(), "checks": run_jobs()}
     write(args.out, result)
     if args.sweep:
         result["sweep"] = sweep(end, args.out, result)
@@ -64,20 +71,31 @@ def write(path: Path, result: dict) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def check() -> list[dict]:
-    """Relative and largest errors of output and gradients in each dtype against float64 autograd of the formula."""
-    rows = []
-    for name, (lengths, heads, head_dim, spec) in CHECKS.items():
-        for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)):
-            start = time.monotonic()
-            errors = errors_of(lengths, heads, head_dim, spec, dtype)
-            good = all(error["relative"] <= limit for error in errors.values())
-            row = {"case": name, "dtype": str(dtype)[6:], "limit": limit, "ok": good, "errors": errors}
-            rows.append(row)
-            worst = max(error["relative"] for error in errors.values())
-            took = time.monotonic() - start
-            print(f"{'ok' if good else 'WRONG':<6}{name:<26}{row['dtype']:<10}{worst:.2e}  {took:.1f} s", flush=True)
-    return rows
+def run_jobs() -> dict[str, object]:
+    """Every check in a process of its own, all at once: what takes time is compiling, which one core does alone."""
+    command = [sys.executable, __file__, "--one"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = {name: subprocess.Popen([*command, name], **pipes) for name in JOBS}
+    found: dict[str, object] = {}
+    for name, process in running.items():
+        out, err = process.communicate()
+        found[name] = json.loads(out.splitlines()[-1]) if process.returncode == 0 else {"failed": err[-2000:]}
+        print(f"{name:<34}{json.dumps(found[name])[:200]}", flush=True)
+    return found
+
+
+def check(name: str, dtype: torch.dtype, limit: float) -> dict:
+    """Relative and largest errors of output and gradients against float64 autograd of the formula."""
+    errors = errors_of(*CHECKS[name], dtype)
+    return {"ok": all(error["relative"] <= limit for error in errors.values()), "limit": limit, "errors": errors}
+
+
+def compile_for_bench(head_dim: int) -> dict:
+    """Leave in Triton's cache what `compare` will launch."""
+    shape = (1, 256, 2048 // head_dim, head_dim)
+    leaves = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    flash_attention(*leaves, FlashSpec(causal=True)).sum().backward()
+    return {}
 
 
 def errors_of(lengths: tuple, heads: tuple[int, int], head_dim: int, spec: FlashSpec, dtype: torch.dtype) -> dict:
@@ -118,22 +136,28 @@ def formula(inputs: list[Tensor], lengths: tuple, spec: FlashSpec) -> Tensor:
     return torch.cat(parts)
 
 
-def repeats(times: int = 50) -> dict:
-    """The same gradient again and again: how many of `times` differ in a bit. Races show here, not in a tolerance."""
-    different = {}
-    for head_dim in (64, 128, 256):
-        torch.manual_seed(1)
-        q, k, v = (torch.randn(2, 2000, n, head_dim, device=CUDA, dtype=torch.bfloat16) for n in (8, 2, 2))
-        grad, first, count = torch.randn_like(q), None, 0
-        for _ in range(times):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = flash_attention(*leaves, FlashSpec(causal=True, dropout_p=0.1, seed=5))
-            now = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-            first = first or now
-            count += not all(torch.equal(a, b) for a, b in zip(first, now))
-        different[str(head_dim)] = count
-        print(f"head size {head_dim}: {count} of {times} repeats differ")
-    return different
+def repeats(head_dim: int, times: int = 50) -> dict:
+    """The same output and gradient again and again: how many differ in a bit. Races show here, not in a tolerance."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 2000, n, head_dim, device=CUDA, dtype=torch.bfloat16) for n in (8, 2, 2))
+    grad, first, count = torch.randn_like(q), None, 0
+    for _ in range(times):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flash_attention(*leaves, FlashSpec(causal=True, dropout_p=0.1, seed=5))
+        now = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        first = first or now
+        count += not all(torch.equal(a, b) for a, b in zip(first, now))
+    return {"times": times, "different": count}
+
+
+JOBS: dict[str, Callable[[], dict]] = {
+    **{f"{name}, bfloat16": partial(check, name, torch.bfloat16, 1e-2) for name in CHECKS},
+    "causal, float16": partial(check, "causal", torch.float16, 2e-3),
+    "full, head size 64, float32": partial(check, "full, head size 64", torch.float32, 1e-5),
+    **{f"repeats, head size {head_dim}": partial(repeats, head_dim) for head_dim in (64, 128, 256)},
+    **{f"compile, head size {head_dim}": partial(compile_for_bench, head_dim) for head_dim in (64, 128)},
+}
+"""Each runs in a process of its own and prints one line of JSON."""
 
 
 def compare(end: float, out: Path, result: dict) -> None:
@@ -159,7 +183,7 @@ def cases_until(end: float) -> Iterator[AttentionCase]:
     for head_dim in (128, 64):
         heads = 2048 // head_dim
         for length in sorted(LENGTHS, reverse=True):
-            if time.monotonic() > end:
+            if time.monotonic() > end and (head_dim, length) != (128, max(LENGTHS)):
                 print(f"out of time before head size {head_dim}, length {length}")
                 return
             yield AttentionCase(TOKENS // length, length, length, heads, heads, head_dim, True, torch.bfloat16)
