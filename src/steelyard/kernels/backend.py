@@ -12,21 +12,69 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from steelyard.kernels.attention import Attention
+from steelyard.kernels.attention import Attention, KvLayer
 from steelyard.kernels.sampling import Controls
 
 Weight: TypeAlias = Any
 """A tensor, or what the same backend's `pack` made of it."""
 
 
+class Fusions(Protocol):
+    """Operators that a device backend has in one kernel; the stream of hidden states is updated in place."""
+
+    def takes(self, num_tokens: int, num_inputs: int) -> bool:
+        """Whether `product` is the faster way for so many tokens and matrix columns; else products stand alone."""
+        ...
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: tuple[Tensor, float] | None = None,
+        activation: str | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        """norm(x) times weight transposed, plus bias; then gated, if an activation is named; then added to `add_to`.
+
+        norm is (weight [K], eps) of an RMSNorm. Returns a new tensor, or `add_to`.
+        """
+        ...
+
+    def turn_and_write(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int, int],
+        cos_sin: Tensor,
+        norm: tuple[Tensor, Tensor, float] | None,
+        kv: KvLayer,
+        slots: Tensor,
+    ) -> None:
+        """On qkv [T, (Hq + 2 Hkv) D] in place: norm q and k heads, rotate them by cos_sin [T, rot], write k and v.
+
+        heads (Hq, Hkv, D); norm (q weight [D], k weight [D], eps); slots int64 [T] as in Batch.
+        """
+        ...
+
+    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Tensor, Tensor, str]) -> Tensor:
+        """Sum over a of weights[t, a] * expert[chosen[t, a]](x[t]); x [T, K], chosen int64 and weights [T, A].
+
+        matrices: gate_up [E, 2 F, K], down [E, K, F], and the activation of gates.
+        """
+        ...
+
+
 class Backend(Protocol):
     """Operators on [T, ...] activations of one dtype. Never synchronises; results are new tensors unless said.
 
     Norm weights are float32 and norms are computed in float32 (float64 for float64 inputs), then rounded to x's dtype.
+    `fusions` None: every operator stands alone.
     """
 
     name: str
     attention: Attention
+    fusions: Fusions | None
 
     def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
         """What activations and KV are held in beside weights of this dtype."""

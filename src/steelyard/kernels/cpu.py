@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from steelyard.kernels import cpu_linear
 from steelyard.kernels.attention import Attention
+from steelyard.kernels.backend import Fusions
 from steelyard.kernels.cpu_attention import CpuAttention
 from steelyard.kernels.sampling import Controls, choose
 
@@ -18,6 +19,7 @@ class CpuBackend:
     """The Backend protocol on torch's CPU operators."""
 
     name = "cpu"
+    fusions: Fusions | None = None
 
     def __init__(self) -> None:
         self.attention: Attention = CpuAttention()

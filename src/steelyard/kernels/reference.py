@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from steelyard.kernels.attention import Attention, AttnSpec, Batch, KvLayer
+from steelyard.kernels.backend import Fusions
 from steelyard.kernels.sampling import Controls
 
 
@@ -139,6 +140,7 @@ class ReferenceBackend:
     """The Backend protocol in plain torch."""
 
     name = "reference"
+    fusions: Fusions | None = None
 
     def __init__(self) -> None:
         self.attention: Attention = ReferenceAttention()

@@ -58,17 +58,37 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]; the new K and V are written to the layer's pool."""
-        shape, kv = self.shape, batch.kv[self.shape.index]
+        return self.out(self._attend(self.qkv(x), batch, cos_sin))
+
+    def add_to(self, stream: Tensor, norm: RmsNorm, batch: StepBatch, cos_sin: Tensor | None) -> None:
+        """stream [T, hidden] += attention(norm(stream)), with the backend's fused products."""
+        self.out.add_to(stream, self._attend(self.qkv.of_normed(stream, norm.numbers), batch, cos_sin))
+
+    def _attend(self, qkv: Tensor, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
+        """Packed projections [T, (Hq + 2 Hkv) D] -> [T, Hq D]."""
+        shape, kv, fusions = self.shape, batch.kv[self.shape.index], self.backend.fusions
         num_q, num_qk = shape.num_heads, shape.num_heads + shape.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
-        rotated = heads[:, :num_qk] if self.q_norm is None else self._normed(heads, num_q, num_qk)
-        if cos_sin is not None:
-            rotated = self.backend.rotate(rotated, cos_sin)
-        out = torch.empty(x.shape[0], num_q, shape.head_dim, dtype=x.dtype, device=x.device)
-        self.backend.attention.forward(
-            rotated[:, :num_q], rotated[:, num_q:], heads[:, num_qk:], kv, batch.attn, self.spec, out
-        )
-        return self.out(out.view(x.shape[0], -1))
+        heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+        out = torch.empty(qkv.shape[0], num_q, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        k: Tensor | None = None
+        v: Tensor | None = None
+        if fusions is not None and cos_sin is not None and shape.qk_norm != "full":
+            sizes = (num_q, shape.num_kv_heads, shape.head_dim)
+            fusions.turn_and_write(qkv, sizes, cos_sin, self._norms, kv, batch.attn.slots[shape.group])
+            q = heads[:, :num_q]
+        else:
+            rotated = heads[:, :num_qk] if self.q_norm is None else self._normed(heads, num_q, num_qk)
+            if cos_sin is not None:
+                rotated = self.backend.rotate(rotated, cos_sin)
+            q, k, v = rotated[:, :num_q], rotated[:, num_q:], heads[:, num_qk:]
+        self.backend.attention.forward(q, k, v, kv, batch.attn, self.spec, out)
+        return out.view(qkv.shape[0], -1)
+
+    @property
+    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
     def _normed(self, heads: Tensor, num_q: int, num_qk: int) -> Tensor:
         assert self.q_norm is not None and self.k_norm is not None

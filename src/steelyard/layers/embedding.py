@@ -47,9 +47,14 @@ class Head:
         """See Linear.pack."""
         self.packed = self.backend.pack(self.weight, kinds)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[S, H] -> float32 [S, V] (float64 in a float64 model)."""
+    def __call__(self, hidden: Tensor, as_computed: bool = False) -> Tensor:
+        """[S, H] -> float32 [S, V] (float64 in a float64 model).
+
+        as_computed: where nothing is applied to the product, it is left in its own dtype, for a reader that widens.
+        """
         logits = self.backend.linear(hidden, self.packed)
+        if as_computed and self.divisor == 1.0 and self.softcap is None:
+            return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.divisor != 1.0:
             logits = logits / self.divisor

@@ -61,6 +61,16 @@ class Linear:
         """x [T, K] -> [T, sum(parts)]."""
         return self.backend.linear(x, self.packed, self.bias)
 
+    def of_normed(self, x: Tensor, norm: tuple[Tensor, float], activation: str | None = None) -> Tensor:
+        """The product of norm(x), gated if an activation is named, in one operator; norm: (weight, eps)."""
+        assert self.backend.fusions is not None
+        return self.backend.fusions.product(x, self.weight, bias=self.bias, norm=norm, activation=activation)
+
+    def add_to(self, stream: Tensor, x: Tensor) -> None:
+        """stream [T, N] += the product of x, in one operator of the backend."""
+        assert self.backend.fusions is not None
+        self.backend.fusions.product(x, self.weight, bias=self.bias, add_to=stream)
+
     def pack(self, kinds: Set[str]) -> None:
         """After loading: let the backend choose the weight's form. `kinds`: how the checkpoint stores its parts."""
         self.packed = self.backend.pack(self.weight, kinds)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from steelyard.layers.linear import Linear, Place, Target
+from steelyard.layers.norm import RmsNorm
 
 
 class GatedMlp:
@@ -24,6 +25,10 @@ class GatedMlp:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return self.down(self.backend.gated(self.gate_up(x), self.activation))
+
+    def add_to(self, stream: Tensor, norm: RmsNorm) -> None:
+        """stream [T, hidden] += mlp(norm(stream)), with the backend's fused products."""
+        self.down.add_to(stream, self.gate_up.of_normed(stream, norm.numbers, self.activation))
 
     def targets(self, name: str, fused: bool) -> dict[str, Target]:
         """Checkpoint name -> view; `fused` checkpoints hold gate and up as one tensor (Phi-3)."""
@@ -66,6 +71,8 @@ class MixtureOfExperts:
         if self.shape.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
+        if self.backend.fusions is not None:
+            return self.backend.fusions.experts(x, chosen, weights, (self.gate_up, self.down, self.activation))
         out = torch.zeros_like(x)
         for expert in range(self.shape.num_experts):
             token, rank = torch.nonzero(chosen == expert, as_tuple=True)

@@ -18,6 +18,11 @@ class RmsNorm:
         self.eps = eps
         self.offset = 1.0 if stored_minus_one else 0.0
 
+    @property
+    def numbers(self) -> tuple[Tensor, float]:
+        """(weight, eps), for an operator that has the norm inside."""
+        return self.weight, self.eps
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., N] -> the same shape."""
         return self.backend.rms_norm(x, self.weight, self.eps)

@@ -67,12 +67,27 @@ class DecoderLayer:
 
     def __call__(
         self, branch: Tensor | None, residual: Tensor, batch: StepBatch, cos_sin: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """(branch or None, residual) [T, hidden] in, the same out; the stream's value is their sum."""
+        if branch is None and self._is_fused(residual):
+            assert self.before_attn is not None and self.before_mlp is not None and isinstance(self.mlp, GatedMlp)
+            self.attention.add_to(residual, self.before_attn, batch, cos_sin)
+            self.mlp.add_to(residual, self.before_mlp)
+            return None, residual
         x, residual = add_then_norm(self.before_attn, branch, residual)
         branch = self._leave(self.after_attn, self.attention(x, batch, cos_sin))
         x, residual = add_then_norm(self.before_mlp, branch, residual)
         return self._leave(self.after_mlp, self.mlp(x)), residual
+
+    def _is_fused(self, stream: Tensor) -> bool:
+        """Whether each product takes norm, activation and residual with it: few tokens, and a plain layer."""
+        fusions, norms = self.attention.backend.fusions, self.config.norms
+        if fusions is None or not isinstance(self.mlp, GatedMlp) or self.scale != 1.0:
+            return False
+        if norms.after_attn or norms.after_mlp or not norms.before_attn or not norms.before_mlp:
+            return False
+        widest = max(self.mlp.down.weight.shape[1], self.attention.out.weight.shape[1], stream.shape[1])
+        return fusions.takes(stream.shape[0], widest)
 
     def _leave(self, norm: RmsNorm | None, branch: Tensor) -> Tensor:
         if norm is not None:
@@ -133,9 +148,9 @@ class Decoder:
         hidden, _ = add_then_norm(self.norm, branch, residual)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> float32 [S, V]."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, as_computed: bool = False) -> Tensor:
+        """[S, hidden] -> float32 [S, V]; `as_computed`: see Head."""
+        return self.head(hidden, as_computed)
 
     def targets(self) -> dict[str, Target]:
         """Every checkpoint name this decoder needs, and the view it fills."""
