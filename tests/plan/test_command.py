@@ -125,7 +125,7 @@ def test_a_gguf_file_is_planned_with_the_bytes_it_has(capsys: pytest.CaptureFixt
     found = data(capsys, "plan smollm2 --device L4")
     assert found["model"]["parameters"] == 134_515_008
     assert found["model"]["weight_format"] == "Q4_1 as stored"
-    assert 90e6 < found["model"]["weight_bytes"] < 100e6
+    assert found["model"]["weight_bytes"] == found["memory"]["terms"]["weights"] == 96_576_768
     as_bf16 = data(capsys, "plan smollm2 --device L4 --dtype bfloat16")
     assert as_bf16["model"]["weight_bytes"] == 2 * 134_515_008
 
@@ -161,6 +161,18 @@ def test_tune_advises_every_parameter_and_its_command_parses(capsys: pytest.Capt
     args = parser.parse_args(words[2:])
     assert args.max_num_seqs == int(found["advice"]["max_num_seqs"]["value"])
     assert found["plan"]["capacity"]["replicas"] * found["plan"]["capacity"]["max_rate_per_replica"] >= 20
+
+
+def test_tune_takes_the_smallest_token_budget_that_costs_no_capacity(capsys: pytest.CaptureFixture[str]) -> None:
+    load = "--rate 20 --input 1024 --output 256 --ttft 500ms --tpot 50ms"
+    found = data(capsys, f"plan tune llama-3.1-8b {load}")
+    chosen = int(found["advice"]["max_num_batched_tokens"]["value"])
+    rates = {}
+    for budget in (chosen // 2, chosen, 2 * chosen):
+        flags = f"--max-num-batched-tokens {budget} --max-num-seqs {min(4096, budget)}"
+        rates[budget] = data(capsys, f"plan llama-3.1-8b {load} {flags}")["capacity"]["max_rate_per_replica"]
+    best = max(rates.values())
+    assert rates[chosen] >= 0.99 * best > rates[chosen // 2]
 
 
 def test_tune_chooses_enough_devices_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
