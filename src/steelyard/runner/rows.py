@@ -4,6 +4,8 @@
     tables   int32 [max_rows, max blocks] a group  logical block -> physical
     numbers  int32 [max_rows, NUM_WORDS]           sampling parameters, floats as their bits
 
+All three are views of `state`, one tensor, so that a difference anywhere is one address and one value.
+
 A step's changes travel in its one upload and are scattered on the device, so the host never waits.
 """
 
@@ -17,12 +19,9 @@ from torch import Tensor
 
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import RowEnter, StepPlan
+from steelyard.kernels.step import NUM_WORDS, REPETITION, StateLayout
 from steelyard.runner.options import Limits
 from steelyard.runner.staging import Int32Array, Staging, floats
-
-# Columns of `numbers`: six floats, then integers.
-TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, TOP_K, PROMPT_LEN = range(8)
-NUM_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,12 @@ class Rows:
         self.device = device
         self.max_len = limits.max_model_len + 1
         self.max_blocks = max_blocks
-        self.tokens = torch.zeros(limits.max_rows, self.max_len, dtype=torch.int32, device=device)
-        self.tables = tuple(
-            torch.zeros(limits.max_rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)
-        )
-        self.numbers = torch.zeros(limits.max_rows, NUM_WORDS, dtype=torch.int32, device=device)
+        self.layout = StateLayout(limits.max_rows, self.max_len, max_blocks, num_groups, limits.block_size)
+        self.state = torch.zeros(self.layout.num_words, dtype=torch.int32, device=device)
+        self.tokens = self.state[: self.layout.tables].view(limits.max_rows, self.max_len)
+        tables = self.state[self.layout.tables : self.layout.numbers]
+        self.tables = tuple(tables.view(num_groups, limits.max_rows, max_blocks))
+        self.numbers = self.state[self.layout.numbers :].view(limits.max_rows, NUM_WORDS)
         self.host: list[HostRow | None] = [None] * limits.max_rows
 
     def stage(self, plan: StepPlan, staging: Staging) -> None:
@@ -74,7 +74,7 @@ class Rows:
             self.host[e.row] = HostRow(e.epoch, e.prompt_len, e.sampling)
             at.append(np.arange(len(e.tokens), dtype=np.int32) + e.row * self.max_len)
             tokens.append(np.array(e.tokens, dtype=np.int32))
-            numbers += _numbers(e)
+            numbers += sampling_words(e)
         staging.add("enter_rows", np.array([e.row for e in enter], np.int32))
         staging.add("enter_numbers", np.array(numbers, np.int32))
         staging.add("token_at", np.concatenate(at))
@@ -100,7 +100,9 @@ class Rows:
         return values.view(torch.float32) if column <= REPETITION else values
 
 
-def _numbers(enter: RowEnter) -> list[int]:
+def sampling_words(enter: RowEnter) -> list[int]:
+    """A row's NUM_WORDS int32 words, in the order of kernels/step.py."""
     s = enter.sampling
     real = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
-    return [*floats(*real), max(s.top_k, 0), enter.prompt_len]
+    seed = np.array([(s.seed or 0) % 2**64], np.uint64).view(np.int32)
+    return [*floats(*real), max(s.top_k, 0), enter.prompt_len, *seed.tolist()]

@@ -21,25 +21,22 @@ from torch import Tensor
 
 from steelyard.core.step import (
     MemoryTerms,
-    RowOut,
     RowWork,
     RunnerCaps,
     StepPlan,
     StepResult,
     StepTiming,
-    TokenLogprobs,
     Want,
 )
 from steelyard.models.decoder import Decoder
 from steelyard.runner.inputs import Layout, expand, lay_out
 from steelyard.runner.kv import KvPool
-from steelyard.runner.logprobs import TopLogprobs, as_token_logprobs, prompt_logprobs
+from steelyard.runner.logprobs import TopLogprobs, prompt_logprobs
 from steelyard.runner.options import Limits
+from steelyard.runner.results import Results
 from steelyard.runner.rows import HostRow, Rows
 from steelyard.runner.sampler import Job, Sampled, Sampler
 from steelyard.runner.staging import Staging
-
-NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(slots=True)
@@ -134,7 +131,12 @@ class TorchRunner:
         gap_ns = max(step.launch_ns - self._last_done_ns, 0) if self._last_done_ns else 0
         self._last_done_ns = step.done_ns
         timing = StepTiming(step.launch_ns, step.done_ns, device_ns, gap_ns, "cpu_late" if gap_ns else "no_work")
-        return read_results(step, timing)
+        read = Results(step.layout.work, step.hosts)
+        for part in step.sampled:
+            read.take(part)
+        for i, found in step.prompt:
+            read.take_prompt(i, found)
+        return read.result(step.plan.id, timing)
 
     def memory(self) -> MemoryTerms:
         """Where the device's memory is now."""
@@ -209,38 +211,3 @@ class TorchRunner:
             step.prompt = [(i, found.to_host()) for i, found in step.prompt]
             step.events[1].record()
         step.done_ns = time.monotonic_ns()
-
-
-def read_results(step: Launched, timing: StepTiming) -> StepResult:
-    """Host tensors of a finished step as plain values. A row with logits that are not finite fails alone."""
-    ids: dict[int, int] = {}
-    logprobs: dict[int, TokenLogprobs] = {}
-    failed: dict[int, str] = {}
-    for part in step.sampled:
-        for job, token, finite in zip(part.jobs, part.ids.tolist(), part.finite.tolist()):
-            if finite:
-                ids[job.row] = token
-            else:
-                failed[job.row] = NOT_FINITE
-        if part.logprobs is not None:
-            for at, (own, top_ids, values) in zip(part.logprob_jobs, part.logprobs.rows()):
-                job = part.jobs[at]
-                logprobs[job.row] = as_token_logprobs(own, top_ids, values, job.host.sampling.logprobs or 0)
-    prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
-    for i, found in step.prompt:
-        row, num_top = step.layout.work[i].row, step.hosts[i].sampling.prompt_logprobs or 0
-        if bool(found.own.isfinite().all()):
-            prompt[row] = tuple(as_token_logprobs(*values, num_top) for values in found.rows())
-        else:
-            failed[row] = NOT_FINITE
-    rows = tuple(
-        RowOut(
-            work.row,
-            host.epoch,
-            (ids[work.row],) if work.row in ids else (),
-            (logprobs[work.row],) if work.row in logprobs else None,
-        )
-        for work, host in zip(step.layout.work, step.hosts)
-        if work.row not in failed
-    )
-    return StepResult(step.plan.id, rows, timing, prompt, failed=tuple(failed.items()))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from steelyard.core.step import Want
+from steelyard.kernels import step as columns
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.sampling import Controls
-from steelyard.runner import rows as columns
 from steelyard.runner.logprobs import TopLogprobs, pinned, top_logprobs
 from steelyard.runner.philox import uniform_words
 from steelyard.runner.rows import HostRow, Rows
@@ -122,7 +122,7 @@ class Sampler:
         """
         rows = staging[f"{name}.rows"].long()[at]
         length = staging[f"{name}.positions"].long()[at][:, None]
-        longest = max(j.position for j in jobs if _penalised(j))
+        longest = max(j.position for j in jobs if is_penalised(j))
         tokens = self.rows.tokens[rows, :longest].long()
         index = torch.arange(longest, device=tokens.device)
         known = index < length
@@ -164,8 +164,8 @@ class Sampler:
 
 def _groups(jobs: Sequence[Job]) -> dict[str, list[int]]:
     indexed = list(enumerate(jobs))
-    penalised = [i for i, j in indexed if _penalised(j)]
-    changed = penalised + [i for i, j in indexed if j.host.sampling.logit_bias or _too_early(j)]
+    penalised = [i for i, j in indexed if is_penalised(j)]
+    changed = penalised + [i for i, j in indexed if j.host.sampling.logit_bias or is_too_early(j)]
     return {
         "logprobs": [i for i, j in indexed if Want.TOP_LOGPROBS in j.want],
         "penalised": penalised,
@@ -174,12 +174,12 @@ def _groups(jobs: Sequence[Job]) -> dict[str, list[int]]:
     }
 
 
-def _penalised(job: Job) -> bool:
+def is_penalised(job: Job) -> bool:
     s = job.host.sampling
     return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
 
 
-def _too_early(job: Job) -> bool:
+def is_too_early(job: Job) -> bool:
     return job.position - job.host.prompt_len < job.host.sampling.min_tokens
 
 

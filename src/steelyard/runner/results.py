@@ -1,0 +1,59 @@
+"""Host tensors of a finished step as plain values. A row with logits that are not finite fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from steelyard.core.step import RowOut, RowWork, StepResult, StepTiming, TokenLogprobs
+from steelyard.runner.logprobs import TopLogprobs, as_token_logprobs
+from steelyard.runner.rows import HostRow
+from steelyard.runner.sampler import Sampled
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+class Results:
+    """Collects what a step's rows produced; `ids` and `failed` may be written directly."""
+
+    def __init__(self, work: Sequence[RowWork], hosts: Sequence[HostRow]) -> None:
+        self._work = work
+        self._hosts = hosts
+        self.ids: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+        self._logprobs: dict[int, TokenLogprobs] = {}
+        self._prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
+
+    def take(self, part: Sampled) -> None:
+        """Sampled rows, their tensors on the host."""
+        for job, token, finite in zip(part.jobs, part.ids.tolist(), part.finite.tolist()):
+            if finite:
+                self.ids[job.row] = token
+            else:
+                self.failed[job.row] = NOT_FINITE
+        if part.logprobs is not None:
+            for at, (own, top_ids, values) in zip(part.logprob_jobs, part.logprobs.rows()):
+                job = part.jobs[at]
+                self._logprobs[job.row] = as_token_logprobs(own, top_ids, values, job.host.sampling.logprobs or 0)
+
+    def take_prompt(self, index: int, found: TopLogprobs) -> None:
+        """Prompt log-probabilities of work item `index`."""
+        row, num_top = self._work[index].row, self._hosts[index].sampling.prompt_logprobs or 0
+        if bool(found.own.isfinite().all()):
+            self._prompt[row] = tuple(as_token_logprobs(*values, num_top) for values in found.rows())
+        else:
+            self.failed[row] = NOT_FINITE
+
+    def result(self, step_id: int, timing: StepTiming) -> StepResult:
+        """Every row that did not fail, in the order of the work."""
+        ids, logprobs = self.ids, self._logprobs
+        rows = tuple(
+            RowOut(
+                work.row,
+                host.epoch,
+                (ids[work.row],) if work.row in ids else (),
+                (logprobs[work.row],) if work.row in logprobs else None,
+            )
+            for work, host in zip(self._work, self._hosts)
+            if work.row not in self.failed
+        )
+        return StepResult(step_id, rows, timing, self._prompt, failed=tuple(self.failed.items()))
