@@ -141,6 +141,17 @@ def test_logprobs_have_one_entry_a_token_and_survive_a_stop_string(served: Serve
     assert [t for part in streamed for t in part["text_offset"]] == [0, 1, 2]
 
 
+def test_a_token_whose_text_is_held_back_is_held_back_too(served: Served) -> None:
+    """Three tokens come at once and one of them may begin a stop string."""
+    served.engine.per_step = 3
+    served.say("one STOP")
+    whole = served.complete(stop="STOP", logprobs=0, return_token_ids=True).json()["choices"][0]
+    parts = [p["choices"][0] for p in chunks(served, stop="STOP", logprobs=0, return_token_ids=True)]
+    assert served.tokenizer.decode(whole["token_ids"]) == "one "
+    assert [i for part in parts for i in part["token_ids"]] == whole["token_ids"]
+    assert [t for part in parts for t in part["logprobs"]["tokens"]] == ["o", "n", "e", " "]
+
+
 def test_logprobs_zero_gives_the_chosen_token_alone(served: Served) -> None:
     served.say("ab")
     logprobs = served.complete(logprobs=0).json()["choices"][0]["logprobs"]

@@ -18,7 +18,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 def run(stream: TextStream, ids: list[int], step: int = 1) -> tuple[str, Piece]:
     """The whole text and the last piece, fed `step` tokens at a time."""
-    text, piece = "", Piece("", None, 0)
+    text, piece = "", Piece("", None, 0, 0)
     for at in range(0, len(ids), step):
         piece = stream.feed(ids[at : at + step])
         text += piece.text
@@ -120,9 +120,25 @@ def test_d05_a_stop_string_and_what_follows_in_one_step_end_once(byte_level: Tok
     ids = [*each_character(byte_level, "hi END"), 2, 2, *byte_level.encode("more")]
     stream = TextStream(byte_level, ("END",))
     piece = stream.feed(ids)
-    assert piece == Piece("hi ", "END", 3)
-    assert stream.feed(byte_level.encode("more")) == Piece("", "END", 3)
+    assert piece == Piece("hi ", "END", 3, 3)
+    assert stream.feed(byte_level.encode("more")) == Piece("", "END", 3, 3)
     assert stream.finish() == ""
+
+
+def test_what_was_told_of_tokens_is_never_cut_off(byte_level: Tokenizer) -> None:
+    """Tokens of one to six characters against stop strings that begin and end inside them."""
+    ids = byte_level.encode("one world and the words of two worlds: one word more")
+    for stop in (" wor", "orlds", "s:", "s: o", "zz", "ds"):
+        stream, told = TextStream(byte_level, (stop,)), 0
+        for token in ids:
+            piece = stream.feed([token])
+            assert told <= piece.num_shown <= piece.keep
+            told = piece.num_shown
+            if piece.stop_string is not None:
+                break
+        assert (piece.stop_string is None) == (stop == "zz")
+    stream = TextStream(byte_level, ("abc",))
+    assert stream.feed(each_character(byte_level, "xyz ab")).num_shown == len("xyz ")
 
 
 def test_p11_a_stop_string_within_min_tokens_is_ordinary_text(byte_level: Tokenizer) -> None:
@@ -167,7 +183,7 @@ def test_the_leading_space_belongs_to_a_continued_text_only(spaced: Tokenizer) -
 
 def test_ids_of_padding_rows_add_nothing(byte_level: Tokenizer) -> None:
     stream = TextStream(byte_level)
-    assert stream.feed([byte_level.vocab_size + 5]) == Piece("", None, 1)
+    assert stream.feed([byte_level.vocab_size + 5]) == Piece("", None, 1, 1)
 
 
 def test_a_request_is_followed_in_all_its_parameters(byte_level: Tokenizer) -> None:

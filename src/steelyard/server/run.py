@@ -46,6 +46,7 @@ class Choice:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._num_tokens = 0
+        self._num_sent = 0
         self._text_ended = False
         self._held = Chunk(index, "")
 
@@ -67,17 +68,19 @@ class Choice:
         self._num_tokens += len(update.ids)
         self._held.ids += update.ids
         self._held.logprobs += update.logprobs
+        num_ready = self._num_tokens
         if self._stream is not None:
             piece = self._stream.feed(shown)
             self._held.text += piece.text
+            num_ready = piece.num_shown
             if piece.stop_string is not None:
                 self.stop_string_keep = piece.keep
-                return self._last(FinishReason.STOP.value, piece.stop_string, self._num_tokens - piece.keep)
+                return self._last(FinishReason.STOP.value, piece.stop_string, piece.keep)
         if update.finished is not None:
             return self._finish(update.finished)
         if self._stream is not None and not self._held.text:
             return None
-        return self._release()
+        return self._release(num_ready)
 
     def _shown(self, ids: list[int]) -> list[int]:
         """The ids whose text is shown: those before a stop id that ends the choice."""
@@ -92,21 +95,22 @@ class Choice:
         if self._stream is not None:
             self._held.text += self._stream.finish()
         token = finished.stop_token
-        return self._last(finished.reason, token if token in self._sampling.stop_token_ids else None, 0)
+        return self._last(finished.reason, token if token in self._sampling.stop_token_ids else None, self._num_tokens)
 
-    def _last(self, reason: str, stop_reason: str | int | None, num_cut: int) -> Chunk:
-        """The last chunk, less the last `num_cut` tokens."""
+    def _last(self, reason: str, stop_reason: str | int | None, keep: int) -> Chunk:
+        """The last chunk: the rest of the first `keep` tokens."""
         self._text_ended = True
-        chunk = self._release()
+        chunk = self._release(keep)
         chunk.finish_reason, chunk.stop_reason = reason, stop_reason
-        if num_cut:
-            del chunk.ids[max(len(chunk.ids) - num_cut, 0) :]
-            del chunk.logprobs[max(len(chunk.logprobs) - num_cut, 0) :]
         return chunk
 
-    def _release(self) -> Chunk:
-        chunk, self._held = self._held, Chunk(self.index, "")
-        return chunk
+    def _release(self, num_ready: int) -> Chunk:
+        """All text that is there, and what is told of the first `num_ready` tokens; the others wait."""
+        held, num_new = self._held, num_ready - self._num_sent
+        assert num_new >= 0, "a token was sent that does not belong to the text"
+        self._num_sent = num_ready
+        self._held = Chunk(self.index, "", held.ids[num_new:], held.logprobs[num_new:])
+        return Chunk(self.index, held.text, held.ids[:num_new], held.logprobs[:num_new])
 
 
 class Run:

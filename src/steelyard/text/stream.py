@@ -26,11 +26,13 @@ class Piece:
     stop_string  the stop string that ended the answer, else None
     keep         generated tokens that belong to the text: all fed so far, or, at a stop string, those up to the one
                  that holds the last kept character
+    num_shown    generated tokens no later stop string can cut off: what is told of them (ids, logprobs) may go out
     """
 
     text: str
     stop_string: str | None
     keep: int
+    num_shown: int
 
 
 class TextStream:
@@ -95,7 +97,11 @@ class TextStream:
             if match:
                 return self._end(shown, text, match)
             shown += self._release(text, self._matcher.held if self._matcher else 0)
-        return Piece(shown, None, self._num_tokens)
+        return Piece(shown, None, self._num_tokens, self._num_shown())
+
+    def _num_shown(self) -> int:
+        """A stop string begins behind what is shown, so the token with the last shown character stays for certain."""
+        return self._marks[0][1] if self._matcher else self._num_tokens
 
     def finish(self) -> str:
         """What was held back, when an answer ends for another reason than a stop string; nothing after one.
@@ -107,7 +113,7 @@ class TextStream:
         text = self._held + self._utf8.decode(b"", final=True)
         self._held = ""
         self._shown_len += len(text)
-        self._ended = Piece("", None, self._num_tokens)
+        self._ended = Piece("", None, self._num_tokens, self._num_tokens)
         return text
 
     def _characters(self, token_id: int) -> str:
@@ -138,5 +144,5 @@ class TextStream:
         end = self._shown_len + len(kept)
         keep = next(num_tokens for chars, num_tokens in self._marks if chars >= end)
         self._held = ""
-        self._ended = Piece("", match.stop, keep)
-        return Piece(shown + kept, match.stop, keep)
+        self._ended = Piece("", match.stop, keep, keep)
+        return Piece(shown + kept, match.stop, keep, keep)
