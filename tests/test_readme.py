@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan.test_fit import batch, single, write_records
+
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(sh|python)\n(.*?)^```", re.M | re.S)
 DEFAULT_ADDRESS = "127.0.0.1:8000"
@@ -65,38 +67,49 @@ def _wait_until_ready(server: subprocess.Popen[str], port: int) -> None:
     raise AssertionError("the server did not become ready")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands run, with the files that their text takes for granted."""
+    path = tmp_path_factory.mktemp("readme")
+    write_records(path / "single.jsonl", single(128, 40) + single(4096, 40) + batch(256, 64, 64), "short")
+    write_records(path / "others.jsonl", batch(4096, 64, 16), "long")
+    return path
+
+
 def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
-def _check_command(command: str, address: str) -> None:
+def _check_command(command: str, address: str, folder: Path) -> None:
     if command.startswith(("make ", "pip ")):
-        _check_without_running(command)
+        _check_without_running(command, folder)
     elif command.startswith("steelyard serve"):
         # It serves until it is told to stop; the server of this module is the same command. Its flags must parse.
-        _run(f"{command} --help")
+        _run(f"{command} --help", folder)
     else:
-        output = _run(command.replace(DEFAULT_ADDRESS, address))
+        output = _run(command.replace(DEFAULT_ADDRESS, address), folder)
         assert output.strip(), f"{command} printed nothing"
 
 
-def _check_without_running(command: str) -> None:
+def _check_without_running(command: str, folder: Path) -> None:
     if command.startswith("make "):
-        _run(f"make -n -C {ROOT} {command.removeprefix('make ')}")
+        _run(f"make -n -C {ROOT} {command.removeprefix('make ')}", folder)
         return
     for word in command.split():
         if word.endswith(".txt"):
             assert (ROOT / word).exists(), command
 
 
-def _run(command: str) -> str:
+def _run(command: str, folder: Path) -> str:
+    """Standard output of a command that succeeds; what it reads from the terminal is one short line."""
     done = subprocess.run(
         ["bash", "-c", command],
         env=_environment(),
         capture_output=True,
         text=True,
         timeout=180,
-        stdin=subprocess.DEVNULL,
+        cwd=folder,
+        input="Hello\n",
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -104,7 +117,7 @@ def _run(command: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "language", "text"), blocks(), ids=[b[0] for b in blocks()])
-def test_block_runs_as_printed(name: str, language: str, text: str, address: str) -> None:
+def test_block_runs_as_printed(name: str, language: str, text: str, address: str, folder: Path) -> None:
     if language == "python":
         code = text.replace(DEFAULT_ADDRESS, address)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
@@ -112,4 +125,4 @@ def test_block_runs_as_printed(name: str, language: str, text: str, address: str
         assert done.stdout.strip()
         return
     for command in commands(text):
-        _check_command(command, address)
+        _check_command(command, address, folder)

@@ -15,7 +15,7 @@ import pytest
 from steelyard.cli.main import main
 from steelyard.cli.options import add_engine_arguments
 from steelyard.plan.presets import preset_config
-from tests.plan.test_fit import ROOF, TRUE, batch, single
+from tests.plan.test_fit import TRUE, batch, single, write_records
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "plan.md"
 COMMANDS = re.findall(r"^\$ steelyard (.*)$", DOCS.read_text(), re.M)
@@ -182,21 +182,9 @@ def test_tune_chooses_enough_devices_for_the_model(capsys: pytest.CaptureFixture
 
 
 def test_fit_is_ready_for_kept_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def write(name: str, steps: list[Any], workload: str) -> Path:
-        path = tmp_path / name
-        rows = [
-            {
-                "workload": workload,
-                "device_ns": round(TRUE.estimate(ROOF, s).seconds * 1e9),
-                "chunks": [[c.num_new, c.context_len, c.count, c.num_sampled] for c in s],
-            }
-            for s in steps
-        ]
-        path.write_text("\n".join(json.dumps(r) for r in rows))
-        return path
-
-    shown = write("a.jsonl", single(128, 40) + single(4096, 40) + batch(256, 64, 64), "short")
-    hidden = write("b.jsonl", batch(4096, 64, 16), "long")
+    shown, hidden = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write_records(shown, single(128, 40) + single(4096, 40) + batch(256, 64, 64), "short")
+    write_records(hidden, batch(4096, 64, 16), "long")
     found = data(capsys, f"plan fit llama-3-8b --device H200 --records {shown} --held-out {hidden}")
     assert found["coefficients"]["weights"] == pytest.approx(TRUE.weights, rel=1e-3)
     assert found["errors"]["long"]["mean_abs"] < 1e-3

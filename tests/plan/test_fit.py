@@ -56,6 +56,19 @@ def records(steps: list[tuple[Chunk, ...]], workload: str, noise: float = 0.0, s
     return [StepRecord(s, t, workload) for s, t in zip(steps, times)]
 
 
+def write_records(path: Path, steps: list[tuple[Chunk, ...]], workload: str) -> None:
+    """A JSONL file of step records as an engine keeps them."""
+    rows = [
+        {
+            "workload": workload,
+            "device_ns": round(TRUE.estimate(ROOF, s).seconds * 1e9),
+            "chunks": [[c.num_new, c.context_len, c.count, c.num_sampled] for c in s],
+        }
+        for s in steps
+    ]
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+
+
 def test_the_coefficients_that_made_the_data_are_found_again() -> None:
     kept = records(single(128, 64) + single(4096, 64) + batch(256, 128, 128), "all")
     assert fit(ROOF, kept).coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)

@@ -8,6 +8,7 @@ Block 0 is the null block. The pool is zeroed once: positions behind a row's end
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from steelyard.plan.shape import ModelShape
 from steelyard.runner.options import Limits, RunnerOptions
 from steelyard.runner.staging import Staging
 
-DEFAULT_SHARE = {"cpu": 0.5, "cuda": 0.9}
+DEFAULT_SHARE = {"cpu": 0.3, "cuda": 0.9}
 
 
 class KvPool:
@@ -39,7 +40,7 @@ class KvPool:
             members = [i for i, layer in enumerate(config.layers) if layer.window == window]
             first = config.layers[members[0]]
             shape = (num_blocks[group] + 1, len(members), 2, first.num_kv_heads, block_size, first.head_dim)
-            blocks = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+            blocks = _zeros(shape, pool)
             self.pools.append(blocks)
             for at, layer in enumerate(members):
                 views[layer] = KvLayer(blocks[:, at, 0], blocks[:, at, 1], block_size)
@@ -71,6 +72,14 @@ class KvPool:
     @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros of `like`'s dtype and device. On a CPU the pages are the system's own zeros, taken when first touched."""
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    lazy = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
+    return torch.from_numpy(lazy).view(like.dtype).view(shape)
 
 
 def size_pool(
