@@ -11,7 +11,7 @@ from steelyard.kernels.triton_sample import Cut, Sampler, uniforms
 from steelyard.runner.philox import uniform_words
 from tests.kernels.paged import DEVICE
 
-V = 5000
+V = 4500
 
 
 def seeds_and_positions(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,26 +64,44 @@ def test_without_cuts_it_is_the_inverse_cdf_in_id_order(temperature: float) -> N
     assert sample(logits, u, temperature) == expected
 
 
-@pytest.mark.parametrize("few", [1, 512], ids=["bisected over all", "bisected over few"])
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(7, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.2), (40, 0.7, 0.01), (1, 1.0, 0.0)]
+    ("top_k", "top_p", "min_p", "few"),
+    [
+        pytest.param(7, 1.0, 0.0, 2, id="top-k over all"),
+        pytest.param(0, 0.8, 0.0, 2, id="top-p over all"),
+        pytest.param(9, 1.0, 0.0, 512, id="top-k"),
+        pytest.param(0, 1.0, 0.2, 512, id="min-p"),
+        pytest.param(40, 0.7, 0.01, 512, id="all three"),
+    ],
 )
 def test_cuts_keep_what_a_full_sort_keeps(top_k: int, top_p: float, min_p: float, few: int) -> None:
+    """Flat rows, rows with ties at every threshold, a peaked row; few 2: too few are collected to decide."""
     torch.manual_seed(1)
-    logits = (torch.randn(3, V) * 6).to(DEVICE)
-    logits[1] = (logits[1] * 2).round() / 2  # many equal logits: ties at every threshold
-    u = draws(3)
+    logits = torch.randn(5, V).to(DEVICE)
+    logits[1:4] = (logits[1] * 2).round()
+    logits[4] *= 6
+    u = draws(5)
     expected = [
         sample_row(row.double().cpu(), v, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
         for row, v in zip(logits, u.tolist())
     ]
-    assert sample(logits, u, cut=cuts(3, top_k, top_p, min_p), few=few) == expected
+    assert sample(logits, u, cut=cuts(5, top_k, top_p, min_p), few=few) == expected
 
 
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(2)
     logits, u = torch.randn(4, V, device=DEVICE), draws(4)
     assert sample(logits, u)[2] == sample(logits[2:3], u[2:3])[0]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.27)])
+def test_of_equal_tokens_the_lowest_ids_stay(top_k: int, top_p: float) -> None:
+    """Ten equal tokens and, after them, one that is better: it and two of the ten are kept."""
+    logits = torch.full((3, V), float("-inf"), device=DEVICE)
+    logits[:, :10], logits[:, 11] = 0.0, 0.1
+    u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=DEVICE)
+    u = (u * 2**32).floor() / 2**32
+    assert sample(logits, u, cut=cuts(3, top_k, top_p, 0.0)) == [0, 1, 11]
 
 
 def test_masked_tokens_are_never_chosen() -> None:
