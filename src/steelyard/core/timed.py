@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 
 class State(Enum):
@@ -71,23 +72,33 @@ _WAITING = frozenset(
 _RESIDENT = frozenset({State.PREFILL, State.DECODE, State.RECOMPUTE, State.RESIDENT_UNSCHEDULED, State.ENGINE_GAP})
 
 
+class Watcher(Protocol):
+    """Hears of every move of what it watches, after the old state was charged."""
+
+    def moved(self, timed: Timed, old: State, at_ns: int) -> None: ...
+
+
 class Timed:
     """State, the instant it began, and the nanoseconds each former state took."""
 
-    __slots__ = ("buckets_ns", "since_ns", "start_ns", "state")
+    __slots__ = ("buckets_ns", "since_ns", "start_ns", "state", "watcher")
 
     def __init__(self, state: State, now_ns: int) -> None:
         self.state = state
         self.start_ns = now_ns
         self.since_ns = now_ns
         self.buckets_ns: dict[State, int] = {}
+        self.watcher: Watcher | None = None
 
     def to(self, state: State, now_ns: int) -> None:
         """Close the current state at `now_ns` and enter `state`. Going back in time or leaving ENDED is our bug."""
         assert self.state is not State.ENDED, f"transition to {state} after the end"
-        self._charge(self.state, now_ns - self.since_ns)
+        old = self.state
+        self._charge(old, now_ns - self.since_ns)
         self.state = state
         self.since_ns = now_ns
+        if self.watcher is not None:
+            self.watcher.moved(self, old, now_ns)
 
     def split(self, now_ns: int, parts: Sequence[tuple[State, int]]) -> None:
         """Charge `[since_ns, now_ns)` to `parts` [(state, ns)], the rest to the current state, which stays.

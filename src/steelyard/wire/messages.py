@@ -21,7 +21,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Submit(_Message, frozen=True):
-    """A prompt of token ids; `n` choices are numbered 0 .. n-1. Hashes are of the prompt's full blocks."""
+    """A prompt of token ids; `n` choices are numbered 0 .. n-1. Hashes are of the prompt's full blocks.
+
+    deadline_in_ns, first_token_in_ns  when it must have ended, and when it must have a token, from now
+    """
 
     id: str
     tokens: list[int]
@@ -32,6 +35,7 @@ class Submit(_Message, frozen=True):
     block_hashes: list[bytes] = []
     deadline_in_ns: int | None = None
     want: str = "tokens"
+    first_token_in_ns: int | None = None
 
 
 class Stop(_Message, frozen=True):
@@ -54,7 +58,10 @@ class Resume(_Message, frozen=True):
 
 
 class Ask(_Message, frozen=True):
-    """A question answered by `Answer` with the same id; `what`: stats, config, memory, check."""
+    """A question answered by `Answer` with the same id; `what`: stats, config, memory, check, and of the ledgers
+
+    steps N, step ID, request ID, little, blocks.
+    """
 
     id: str
     what: str
@@ -112,12 +119,21 @@ class Delta(_Message, frozen=True):
 
 
 class Usage(_Message, frozen=True):
+    """Tokens of one choice. computed: positions computed in all, of which overshoot and lost were thrown away.
+
+    shared_tokens come from a sibling choice, cached_tokens from the prefix cache; a request that was stopped before
+    its prompt was computed has computed fewer than its prompt.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     recomputed_tokens: int = 0
     preemptions: int = 0
     overshoot_tokens: int = 0
+    shared_tokens: int = 0
+    computed_tokens: int = 0
+    lost_tokens: int = 0
 
 
 class Deltas(_Message, frozen=True):
@@ -127,7 +143,10 @@ class Deltas(_Message, frozen=True):
 
 
 class Finished(_Message, frozen=True):
-    """A choice's end. `stop_token` is the id that ended it, if one did; ledger is {bucket name: ns}."""
+    """A choice's end. `stop_token` is the id that ended it, if one did; ledger is {bucket name: ns}.
+
+    `cost_ns` is its share of the device's time so far.
+    """
 
     id: str
     index: int
@@ -137,6 +156,7 @@ class Finished(_Message, frozen=True):
     stop_token: int | None = None
     message: str = ""
     prompt_logprobs: list[Logprob] | None = None
+    cost_ns: int = 0
 
 
 class Status(_Message, frozen=True):
