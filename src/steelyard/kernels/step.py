@@ -15,6 +15,7 @@ These are the twins of triton_step.py: the same tables, value for value.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -132,21 +133,48 @@ class Sampling:
         return Sampling(*(getattr(self, name)[first:end] for name in names))
 
 
+class StepOperators(Protocol):
+    """The operators above, for one frame and one state. Safe to capture."""
+
+    frame: FrameLayout
+    state: StateLayout
+
+    def patch_state(self, frame: Tensor, state: Tensor) -> None:
+        """Apply the frame's pairs; no address is in two of them."""
+        ...
+
+    def expand(self, frame: Tensor, state: Tensor, out: Inputs) -> None:
+        """Fill `out`; tokens behind the real ones get slot -1, rows behind them no tokens."""
+        ...
+
+    def sampling(self, frame: Tensor, state: Tensor, out: Sampling, first: int = 0) -> None:
+        """Fill `out` for sampled entries from `first` on; padding is greedy and has target -1."""
+        ...
+
+    def sample(self, logits: Tensor, rows: Sampling, cut: bool) -> None:
+        """rows.ids from logits [S, V]; without `cut` no row has top-k, top-p or min-p."""
+        ...
+
+    def finish(self, state: Tensor, hidden: Tensor, logits: Tensor, rows: Sampling) -> None:
+        """Results, and tokens into the state; hidden [T, H] of the step, logits [S, V] of the rows."""
+        ...
+
+
 class TorchStep:
-    """The operators above in plain torch. They synchronise: for tests of buckets and buffers without a GPU."""
+    """StepOperators in plain torch. They synchronise: for tests of buckets and buffers without a GPU."""
 
     def __init__(self, frame: FrameLayout, state: StateLayout) -> None:
         self.frame = frame
         self.state = state
 
     def patch_state(self, frame: Tensor, state: Tensor) -> None:
-        """Apply the frame's pairs."""
+        """See StepOperators."""
         count, first = int(frame[NUM_PATCHES]), self.frame.patches
         pairs = frame[first : first + 2 * count].view(-1, 2)
         state.index_copy_(0, pairs[:, 0].long(), pairs[:, 1])
 
     def expand(self, frame: Tensor, state: Tensor, out: Inputs) -> None:
-        """Fill `out`; tokens behind the real ones get slot -1, rows behind them no tokens."""
+        """See StepOperators."""
         f, s = self.frame, self.state
         num_rows, num_tokens = int(frame[NUM_ROWS]), int(frame[NUM_TOKENS])
         rows = frame[f.rows : f.rows + num_rows].long()
@@ -172,7 +200,7 @@ class TorchStep:
             out.slots[group, :num_tokens] = block * s.block_size + positions % s.block_size
 
     def sampling(self, frame: Tensor, state: Tensor, out: Sampling, first: int = 0) -> None:
-        """Fill `out` for sampled entries from `first` on."""
+        """See StepOperators."""
         f, s = self.frame, self.state
         count = max(min(int(frame[NUM_SAMPLED]) - first, out.last.shape[0]), 0)
         at = frame[f.sampled + first : f.sampled + first + count].long()
@@ -193,7 +221,7 @@ class TorchStep:
         out.u[:count] = uniform(seeds, position)
 
     def sample(self, logits: Tensor, rows: Sampling, cut: bool) -> None:
-        """rows.ids from logits [S, V]; without `cut` no row has top-k, top-p or min-p."""
+        """See StepOperators."""
         best = logits.argmax(dim=-1)
         temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
         limits = (rows.min_p, rows.top_k, rows.top_p) if cut else (None, None, None)
@@ -201,7 +229,7 @@ class TorchStep:
         rows.ids.copy_(torch.where(rows.temperature > 0, drawn, best))
 
     def finish(self, state: Tensor, hidden: Tensor, logits: Tensor, rows: Sampling) -> None:
-        """hidden [T, H] of the step, logits [S, V] of the rows."""
+        """See StepOperators."""
         own = logits.gather(1, rows.ids[:, None])[:, 0]
         ok = own.isfinite() & hidden[rows.last].isfinite().all(dim=-1)
         rows.result.copy_(torch.where(ok, rows.ids, -1))

@@ -158,7 +158,7 @@ def finish_rows(State, Hidden, Logits, Last, Target, Ids, Result, hidden_stride,
 
 
 class TritonStep:
-    """The same operators as step.TorchStep, launched on the current stream; safe to capture."""
+    """StepOperators as kernels on the current stream; at most max_sampled rows are sampled at once."""
 
     def __init__(self, frame: FrameLayout, state: StateLayout, max_sampled: int, device: torch.device) -> None:
         assert state.num_words < 2**31, "an address in the state is int32"
@@ -167,11 +167,11 @@ class TritonStep:
         self._sampler = Sampler(max_sampled, device)
 
     def patch_state(self, frame: Tensor, state: Tensor) -> None:
-        """See TorchStep."""
+        """See StepOperators."""
         patch_rows[(PATCH_PROGRAMS,)](frame, state, PATCHES=self.frame.patches, BLOCK=512, num_warps=4)
 
     def expand(self, frame: Tensor, state: Tensor, out: Inputs) -> None:
-        """See TorchStep."""
+        """See StepOperators."""
         f, s = self.frame, self.state
         num_tokens, num_rows = out.positions.shape[0], out.ctx_len.shape[0]
         token_programs = -(-num_tokens // TOKENS)
@@ -183,7 +183,7 @@ class TritonStep:
         )  # fmt: skip
 
     def sampling(self, frame: Tensor, state: Tensor, out: Sampling, first: int = 0) -> None:
-        """See TorchStep."""
+        """See StepOperators."""
         f, s, size = self.frame, self.state, out.last.shape[0]
         sample_inputs[(-(-size // ENTRIES),)](
             frame, state, out.last, out.target, out.temperature, out.top_k, out.top_p, out.min_p, out.u, first, size,
@@ -192,12 +192,12 @@ class TritonStep:
         )  # fmt: skip
 
     def sample(self, logits: Tensor, rows: Sampling, cut: bool) -> None:
-        """See TorchStep."""
+        """See StepOperators."""
         limits = Cut(rows.top_k, rows.top_p, rows.min_p) if cut else None
         self._sampler(logits, rows.u, rows.temperature, limits, rows.ids)
 
     def finish(self, state: Tensor, hidden: Tensor, logits: Tensor, rows: Sampling) -> None:
-        """See TorchStep."""
+        """See StepOperators."""
         finish_rows[(rows.last.shape[0],)](
             state, hidden, logits, rows.last, rows.target, rows.ids, rows.result, hidden.stride(0), logits.stride(0),
             H=hidden.shape[1], BLOCK=power_of_two(hidden.shape[1]), num_warps=4,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import torch
 
 from steelyard.checkpoint.entry import Checkpoint
-from steelyard.core.step import MemoryTerms, RunnerCaps
+from steelyard.core.step import MemoryTerms, Runner, RunnerCaps
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.cpu import CpuBackend
 from steelyard.kernels.reference import ReferenceBackend
@@ -24,8 +25,17 @@ from steelyard.runner.runner import TorchRunner
 BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
 
-def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
+def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Runner:
     """A runner that can launch steps. Raises StartError (CheckpointError for the model's files) saying what to do."""
+    if resolve_device(options.device).type == "cuda":
+        # Found by name: it needs Triton, which a machine without a GPU need not have.
+        start: Callable[..., Runner] = importlib.import_module("steelyard.runner.start_device").start_device_runner
+        return start(checkpoint, options)
+    return start_torch_runner(checkpoint, options)
+
+
+def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
+    """A runner for a CPU: shapes are exact, and launching is computing."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, {entry.kind for entry in checkpoint.tensors.values()})
     backend = BACKENDS[device.type if options.backend == "auto" else options.backend]()

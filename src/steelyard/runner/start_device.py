@@ -1,0 +1,251 @@
+"""Start a DeviceRunner: weights, fixed tensors, the largest step measured, the KV pool, graphs; each phase timed.
+
+    total = context + weights + fixed tensors and scratch + activation peak + graphs + KV pool + what is left
+
+The pool gets what the measured terms leave of the share; graphs are estimated before and measured after.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from steelyard.checkpoint.entry import Checkpoint
+from steelyard.core.step import MemoryTerms, RunnerCaps
+from steelyard.kernels.backend import Backend
+from steelyard.kernels.reference import ReferenceBackend
+from steelyard.kernels.select import choose_attention
+from steelyard.kernels.step import FrameLayout, StepOperators, TorchStep
+from steelyard.kernels.triton_attention import TritonAttention
+from steelyard.kernels.triton_backend import TritonBackend
+from steelyard.kernels.triton_configs import AttentionShape
+from steelyard.kernels.triton_step import TritonStep
+from steelyard.layers.linear import Place
+from steelyard.models.config import DecoderConfig
+from steelyard.models.decoder import Decoder
+from steelyard.models.families import decoder_config
+from steelyard.models.load import dummy_weights, load_weights
+from steelyard.plan.memory import MemoryBudget, graphs_bytes
+from steelyard.plan.shape import ModelShape
+from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
+from steelyard.runner.device_runner import DeviceRunner, Machine
+from steelyard.runner.graphs import Buckets, Captures, Graph
+from steelyard.runner.kv import DEFAULT_SHARE, KvPool, size_pool
+from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_limits
+from steelyard.runner.rows import Rows
+
+GIB = 2**30
+_log = logging.getLogger(__name__)
+
+
+class Phases:
+    """Seconds of each phase of a start, and the device's memory at named moments."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a phase, the device's work included."""
+        began = time.monotonic()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = time.monotonic() - began
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody has taken; what the allocator holds without need is given back first."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def table(self) -> str:
+        """One line: each phase with its seconds."""
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+
+
+class DeviceStart:
+    """The parts of a runner while it is being put together."""
+
+    def __init__(self, checkpoint: Checkpoint, options: RunnerOptions) -> None:
+        self.checkpoint = checkpoint
+        self.options = options
+        self.device = device = resolve_device(options.device)
+        self.phases = Phases(device)
+        self.dtype = resolve_dtype(options.dtype, device, {e.kind for e in checkpoint.tensors.values()})
+        self.shape = ModelShape.from_config(dict(checkpoint.config))
+        self.limits = resolve_limits(options, device, self.shape.max_position)
+        self.max_tokens = max(self.limits.max_batched_tokens, self.limits.max_rows)
+        self.config = decoder_config(checkpoint.config)
+        self.free_at_start = self.phases.free_bytes()
+        with self.phases("kernels"):
+            self.backend, self.renew = make_backend(self.config, self)
+        with self.phases("weights"):
+            self.decoder = Decoder(self.config, Place(self.dtype, device, self.backend), self.limits.max_model_len)
+            if options.load_format == "dummy":
+                dummy_weights(self.decoder, options.seed)
+            else:
+                load_weights(self.decoder, checkpoint)
+        self.rows = Rows(self.limits, len(self.shape.kv_groups()), device)
+        frame = FrameLayout(self.limits.max_rows, max(2 * self.max_tokens, 8192))
+        self.step = DeviceStep(self.decoder, self.rows, self._operators(frame), self.max_tokens)
+
+    def _operators(self, frame: FrameLayout) -> StepOperators:
+        if self.backend.name == "triton":
+            return TritonStep(frame, self.rows.layout, min(frame.max_rows, MAX_LOGIT_ROWS), self.device)
+        return TorchStep(frame, self.rows.layout)
+
+    def pool(self, num_blocks: tuple[int, ...]) -> KvPool:
+        """A zeroed pool, and an attention that has seen no other."""
+        like = torch.empty(0, dtype=self.decoder.place.activations, device=self.device)
+        self.step.kv = None
+        self.renew()
+        self.step.kv = pool = KvPool(self.config, num_blocks, self.limits.block_size, like)
+        return pool
+
+    def activation_peak_bytes(self) -> int:
+        """What the largest step takes for a moment, measured: padding only, but every tensor at its full size."""
+        if self.device.type != "cuda":
+            return 0
+        self.pool((1,) * len(self.shape.kv_groups()))
+        largest = Shape(self.max_tokens, self.limits.max_rows, 1 if self.limits.max_rows > 1 else 0)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.step.forward(largest)
+        self.step.head(self.limits.max_rows, True)
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def budget(self, num_graphs: int) -> MemoryBudget:
+        """Every term but the pool."""
+        activations = self.activation_peak_bytes()
+        self.pool_free = self.phases.free_bytes()
+        total = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0
+        share = self.options.gpu_memory_utilization or DEFAULT_SHARE["cuda"]
+        weights = self.decoder.weights_bytes
+        fixed = max(self.free_at_start - self.pool_free - weights, self.step.nbytes)
+        return MemoryBudget(
+            total_bytes=total,
+            share=share,
+            weights_bytes=weights,
+            context_bytes=total - self.free_at_start + fixed,
+            activation_bytes=activations,
+            graphs_bytes=graphs_bytes(num_graphs),
+        )
+
+    def buckets(self) -> Buckets:
+        """Sizes to capture; none where graphs are off."""
+        if self.options.enforce_eager:
+            return Buckets((), ())
+        elements = sum(t.view.numel() for name, t in self.decoder.targets().items() if ".layers." in name)
+        return Buckets.of(self.limits.max_rows, self.limits.max_batched_tokens, len(self.config.layers), elements)
+
+    def capture(self, buckets: Buckets) -> dict[tuple[str, int], Graph]:
+        """Largest first, all in one pool of memory."""
+        captures, graphs = Captures(self.device), dict[tuple[str, int], Graph]()
+        for kind, sizes in (("mixed", buckets.mixed), ("decode", buckets.decode)):
+            for size in reversed(sizes):
+                shape = Shape.of_bucket(kind, size, self.limits.max_rows)
+                graphs[kind, size] = captures.capture(_call(self.step.forward, shape))
+        for kind, cut in (("head", False), ("cut", True)):
+            for size in reversed(buckets.decode):
+                graphs[kind, size] = captures.capture(_call(self.step.head, size, cut))
+        return graphs
+
+
+def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> DeviceRunner:
+    """A runner with fixed buffers and graphs. Raises StartError (CheckpointError for the model's files)."""
+    start = DeviceStart(checkpoint, options)
+    limits, phases, buckets = start.limits, start.phases, start.buckets()
+    num_graphs = len(buckets.mixed) + 3 * len(buckets.decode)
+    with phases("largest step"):
+        budget = start.budget(num_graphs)
+    with phases("KV pool"):
+        num_blocks = size_pool(start.shape, options, limits, budget, start.decoder.place.activations.itemsize)
+        kv = start.pool(num_blocks)
+    before = phases.free_bytes()
+    with phases("graphs"):
+        graphs = start.capture(buckets)
+    captured_bytes = before - phases.free_bytes()
+    name = str(start.dtype).removeprefix("torch.")
+    caps = RunnerCaps(
+        block_size=limits.block_size,
+        num_blocks=num_blocks,
+        groups=start.shape.kv_groups(),
+        max_rows=limits.max_rows,
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=limits.max_batched_tokens,
+        vocab_size=start.shape.vocab_size,
+        overlaps=limits.overlaps,
+        fingerprint=checkpoint.fingerprint,
+        kv_layout=f"{name}/{name}/{limits.block_size}",
+    )
+    machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
+    runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)
+    terms = _terms(budget, kv.nbytes, captured_bytes)
+    runner.memory_terms = lambda: terms
+    runner.start_seconds = dict(phases.seconds)
+    _log.info(
+        "%s attention; %d graphs (%.2f GiB), steps of up to %d tokens in one; start: %s",
+        *(start.backend.attention.name, len(graphs), captured_bytes / GIB, max(buckets.mixed, default=0)),
+        phases.table(),
+    )
+    return runner
+
+
+def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Callable[[], None]]:
+    """The backend for this device, and a function that makes its attention anew.
+
+    Raises StartError where heads or blocks are not among those the kernels have.
+    """
+    limits, device, options = start.limits, start.device, start.options
+    if options.backend == "reference":
+        plain = ReferenceBackend()
+        return plain, lambda: None
+    first = config.layers[0]
+    choose_attention("triton" if device.type == "cuda" else "auto", first.head_dim, limits.block_size, device)
+    shape = AttentionShape(
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        block_size=limits.block_size,
+        max_rows=limits.max_rows,
+        max_tokens=start.max_tokens,
+        windows=config.windows,
+        dtype=start.dtype,
+    )
+    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+    def attention() -> TritonAttention:
+        return TritonAttention(shape, device, pdl=pdl)
+
+    backend = TritonBackend(attention(), limits.max_rows, device, max_tokens=start.max_tokens, pdl=pdl)
+
+    def renew() -> None:
+        backend.attention = attention()
+
+    return backend, renew
+
+
+def _call(function: Callable[..., None], *arguments: object) -> Callable[[], None]:
+    return lambda: function(*arguments)
+
+
+def _terms(budget: MemoryBudget, kv_bytes: int, captured_bytes: int) -> MemoryTerms:
+    taken = budget.context_bytes + budget.weights_bytes + budget.activation_bytes + kv_bytes + captured_bytes
+    return MemoryTerms(
+        total_bytes=max(budget.total_bytes, taken),
+        context_bytes=budget.context_bytes,
+        weights_bytes=budget.weights_bytes,
+        kv_pool_bytes=kv_bytes,
+        activation_peak_bytes=budget.activation_bytes,
+        graphs_bytes=captured_bytes,
+        free_bytes=max(budget.total_bytes - taken, 0),
+    )
