@@ -12,6 +12,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import TokenLogprobs
 from steelyard.engine import offline
 from steelyard.engine.build import build_engine
+from steelyard.engine.engine import Engine
 from steelyard.errors import InvalidRequest
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.stream import TextStream
@@ -107,6 +108,11 @@ class LLM:
         self._template = ChatTemplate(checkpoint.chat_template, bos_token, eos_token)
         self._engine = build_engine(self.config, checkpoint=checkpoint)
         self._num_submitted = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The loop itself, for measurements."""
+        return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer:
