@@ -443,7 +443,7 @@ def test_questions_are_answered() -> None:
     stats = harness.engine.ask(Ask("q", "stats"))
     assert stats.id == "q" and stats.value["waiting"] == 1
     assert harness.engine.ask(Ask("q", "config")).value == {"a": 1}
-    assert harness.engine.ask(Ask("q", "memory")).value["total_bytes"] == 0
+    assert harness.engine.ask(Ask("q", "memory")).value["device_bytes"]["total"] == 0
     assert harness.engine.ask(Ask("q", "check")).value == {"ok": True, "broken": ""}
     assert "no such question" in harness.engine.ask(Ask("q", "nonsense")).value["error"]
 

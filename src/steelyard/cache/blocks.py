@@ -43,6 +43,10 @@ class BlockPool:
         """Free blocks that still hold published contents."""
         return len(self._cached)
 
+    def cached_ids(self) -> list[int]:
+        """Those blocks, least recently used first."""
+        return list(self._cached)
+
     def refs(self, block_id: int) -> int:
         return self._refs[block_id]
 

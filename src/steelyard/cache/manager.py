@@ -219,12 +219,12 @@ class CacheManager:
         return sum(pool.free(reversed(table)) for pool, table in zip(self._pools, sequence.tables))
 
     def drop(self, namespace: bytes | None = None) -> int:
-        """Forget the cached KV of a namespace (None: of all); returns the blocks forgotten.
+        """Forget the cached KV of a namespace and those below it (None: of all); returns the blocks forgotten.
 
         Requests that run keep their blocks and publish nothing any more.
         """
         for request, sequence in self._sequences.items():
-            if namespace is None or request.namespace == namespace:
+            if namespace is None or request.namespace.startswith(namespace):
                 sequence.publishes = False
         return sum(pool.forget(namespace) for pool in self._pools)
 
@@ -239,6 +239,18 @@ class CacheManager:
             for table in sequence.tables
         )
         return CacheUsage(total, clean + cached, clean, cached, total - clean - cached, slack)
+
+    def pools(self) -> list[tuple[int, int, int]]:
+        """(blocks, clean, cached) of each group."""
+        return [(p.num_blocks, p.num_clean, p.num_cached) for p in self._pools]
+
+    def cached_ids(self, group: int) -> list[int]:
+        """Free blocks that still hold published contents, least recently used first."""
+        return self._pools[group].cached_ids()
+
+    def has_twin(self, group: int, block_id: int, key: bytes) -> bool:
+        """Whether another block offers the contents `key` that `block_id` holds."""
+        return self._pools[group].index.get(key) not in (None, block_id)
 
     def tables(self, request: Request) -> Sequence[Sequence[int]]:
         """The block tables of `request`, one per group; empty if it holds none. Not to be changed."""

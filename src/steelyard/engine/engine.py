@@ -22,6 +22,7 @@ from steelyard.core.request import Emitted, Event, FinishReason, Request
 from steelyard.core.step import Runner, Step
 from steelyard.engine import reporting
 from steelyard.engine.admission import check_submit, make_choices, refusal
+from steelyard.engine.ledgers import Ledgers
 from steelyard.errors import EngineDead
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.wire.messages import (
@@ -64,12 +65,14 @@ class EngineOptions:
     eos_token_ids     end a choice unless it ignores them
     seed              of the seeds given to requests that bring none
     check_invariants  run `check` after every step
+    block_bytes       of each KV group; empty: the pool's bytes over its blocks
     """
 
     model: str = ""
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     check_invariants: bool = False
+    block_bytes: tuple[int, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,12 +93,14 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        ledgers: Ledgers | None = None,
     ) -> None:
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
         self.options = options or EngineOptions()
         self.clock_ns = clock_ns
+        self.ledgers = ledgers or Ledgers(scheduler.max_num_seqs, clock_ns())
         self.draining = False
         self.halted = False
         self.broken = ""
@@ -104,7 +109,7 @@ class Engine:
         self._paused: set[str] = set()
         self._flights: deque[Step] = deque()
         self._max_ahead = 1 if scheduler.options.overlap else 0
-        self._deadlines: list[tuple[int, str, int]] = []
+        self._deadlines: list[tuple[int, str, int, bool]] = []  # the last: only while it has no token
         self._num_seeds = 0
         self._progress_ns = clock_ns()
         self._checked_idle = False
@@ -119,13 +124,15 @@ class Engine:
         if submit.id in self._live:
             message = f"id: {submit.id!r} is being served; use another"
             return Refused(submit.id, 409, "duplicate_id", message, "id")
-        if not self.has_work:
+        was_idle = not self.has_work
+        if was_idle:
             self._progress_ns = now_ns
         choices: list[Request] = []
         try:
             check_submit(submit, self.runner.caps)
             seed = submit.sampling.seed if submit.sampling.seed is not None else self._next_seed()
             for choice in make_choices(submit, seed, self.options.eos_token_ids, now_ns):
+                self.ledgers.opened(choice, was_idle)
                 self.scheduler.add(choice, now_ns)
                 choices.append(choice)
         except Exception as error:
@@ -133,9 +140,11 @@ class Engine:
                 self.scheduler.stop(choice.key, FinishReason.ABORT, now_ns)
             return refusal(submit.id, error)
         self._live[submit.id] = {choice.index: choice for choice in choices}
-        if choices[0].deadline_ns is not None:
-            for choice in choices:
-                heappush(self._deadlines, (choices[0].deadline_ns, submit.id, choice.index))
+        for choice in choices:
+            if choice.deadline_ns is not None:
+                heappush(self._deadlines, (choice.deadline_ns, *choice.key, False))
+            if submit.first_token_in_ns is not None:
+                heappush(self._deadlines, (now_ns + submit.first_token_in_ns, *choice.key, True))
         self._checked_idle = False
         return Accepted(submit.id, choices[0].max_tokens)
 
@@ -191,7 +200,7 @@ class Engine:
     @property
     def next_deadline_ns(self) -> int | None:
         """When the next live request must have ended, by `clock_ns`."""
-        while self._deadlines and not self._is_live(*self._deadlines[0][1:]):
+        while self._deadlines and not self._is_due_by(*self._deadlines[0][1:]):
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
@@ -205,6 +214,7 @@ class Engine:
             plan = None
             messages += self._fail_all("scheduling", error)
         if plan is not None:
+            self.ledgers.launched(plan, self.scheduler.request_at)
             self._flights.append(self._run("launch", self.runner.launch, plan))
             launched = True
         collected = bool(self._flights) and (not launched or len(self._flights) > self._max_ahead)
@@ -262,8 +272,10 @@ class Engine:
         """Whether a step should make progress: a step is in flight, or somebody is live whose reader keeps up."""
         return bool(self._flights) or len(self._live) > len(self._paused)
 
-    def _is_live(self, request_id: str, index: int) -> bool:
-        return index in self._live.get(request_id, ())
+    def _is_due_by(self, request_id: str, index: int, first_only: bool) -> bool:
+        """Whether a deadline still concerns somebody."""
+        choice = self._live.get(request_id, {}).get(index)
+        return choice is not None and not (first_only and choice.num_generated)
 
     def _next_seed(self) -> int:
         """A seed for a request without one: the same engine seed and order of requests give the same seeds."""
@@ -279,14 +291,18 @@ class Engine:
             return events
         now_ns = self.clock_ns()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
-            _, request_id, index = heappop(self._deadlines)
+            _, request_id, index, first_only = heappop(self._deadlines)
+            if not self._is_due_by(request_id, index, first_only):
+                continue
             events += self.scheduler.stop((request_id, index), FinishReason.DEADLINE, now_ns)
         return events
 
     def _collect(self) -> list[FromEngine]:
         result = self._run("collect", self.runner.collect, self._flights.popleft())
+        now_ns = self.clock_ns()
         try:
-            return self._messages(self.scheduler.commit(result, self.clock_ns()))
+            self.ledgers.committed(result, now_ns, self.scheduler.request_at)
+            return self._messages(self.scheduler.commit(result, now_ns))
         except Exception as error:
             return self._fail_all("committing", error)
 
@@ -313,7 +329,7 @@ class Engine:
         if not choices:
             del self._live[request.id]
             self._paused.discard(request.id)
-        return reporting.finished(request)
+        return reporting.finished(request, self.ledgers.account(request))
 
     def _fail_all(self, what: str, error: Exception) -> list[FromEngine]:
         """A step broke in the bookkeeping: which requests it spoilt is unknown, so all that are live end."""

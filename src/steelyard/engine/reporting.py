@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from steelyard.core.request import Emitted, Request
 from steelyard.core.step import TokenLogprobs
+from steelyard.engine.weighing import LEDGER_TOPICS, ledger_answer
+from steelyard.ledger.accounts import Account
 from steelyard.wire.messages import Delta, Finished, Logprob, Ready, Status, Usage
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def delta(event: Emitted) -> Delta:
     return Delta(request.id, request.index, list(event.ids), None if logprobs is None else as_logprobs(logprobs))
 
 
-def finished(request: Request) -> Finished:
+def finished(request: Request, account: Account | None) -> Finished:
     """A choice's end, with its ledger as it stands: the buckets sum to the time since it was submitted."""
     assert request.reason is not None, f"{request} has not ended"
     return Finished(
@@ -77,11 +79,15 @@ def finished(request: Request) -> Finished:
             recomputed_tokens=request.num_recomputed,
             preemptions=request.num_preemptions,
             overshoot_tokens=request.num_overshoot,
+            shared_tokens=account.shared_tokens if account is not None else 0,
+            computed_tokens=account.computed_tokens if account is not None else 0,
+            lost_tokens=account.lost_tokens if account is not None else 0,
         ),
         ledger={state.value: amount_ns for state, amount_ns in request.buckets_ns.items()},
         stop_token=request.stop_token,
         message=request.detail,
         prompt_logprobs=None if request.sampling.prompt_logprobs is None else as_logprobs(request.prompt_logprobs),
+        cost_ns=account.cost_ns if account is not None else 0,
     )
 
 
@@ -91,16 +97,17 @@ def as_logprobs(values: Sequence[TokenLogprobs]) -> list[Logprob]:
 
 def answer(engine: Engine, what: str) -> Any:
     """Plain values that msgpack carries."""
+    topic, _, argument = what.partition(" ")
+    if topic in LEDGER_TOPICS:
+        return ledger_answer(engine, engine.ledgers, topic, argument)
     match what:
         case "stats":
             return stats(engine)
         case "config":
             return engine.options.config
-        case "memory":
-            return asdict(engine.runner.memory())
         case "check":
             return {"ok": engine.check(), "broken": engine.broken}
-    return {"error": f"no such question: {what!r}; ask stats, config, memory or check"}
+    return {"error": f"no such question: {what!r}; ask stats, config, check, {', '.join(LEDGER_TOPICS)}"}
 
 
 def stats(engine: Engine) -> dict[str, Any]:

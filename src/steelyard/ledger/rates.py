@@ -84,6 +84,5 @@ def fit(steps: NDArray[np.float64]) -> Rates:
             found[used] = solved / scale[used]
             break
         del used[int(solved.argmin())]
-    source = f"fitted to the last {len(steps)} steps"
-    values = [float(value) for value in found]
-    return Rates(0.0, *values, source=source, is_known=True)
+    products, token, context, pair, row = (float(value) for value in found)
+    return Rates(0.0, products, token, context, pair, row, f"fitted to the last {len(steps)} steps", True)

@@ -103,14 +103,19 @@ def causes(device_ns: int, rows: Participants, index: int, rates: Rates, padded_
     others = np.ones(len(added), dtype=bool)
     others[index] = False
     prefill, decode = others & ~rows.is_decode, others & rows.is_decode
-    parts = [
-        round(rates.products_ns + float(added[index])),
-        round(float(added[prefill].sum())),
-        round(float(added[decode].sum())),
-        round(rates.token_ns * padded_tokens),
-        round(rates.overhead_ns),
-    ]
-    return Causes(*parts, device_ns - sum(parts), int(rows.num_new[prefill].sum()), int(decode.sum()))
+    own_ns = round(rates.products_ns + float(added[index]))
+    prefill_ns, decode_ns = round(float(added[prefill].sum())), round(float(added[decode].sum()))
+    padding_ns, overhead_ns = round(rates.token_ns * padded_tokens), round(rates.overhead_ns)
+    return Causes(
+        own_ns=own_ns,
+        others_prefill_ns=prefill_ns,
+        others_decode_ns=decode_ns,
+        padding_ns=padding_ns,
+        overhead_ns=overhead_ns,
+        residual_ns=device_ns - own_ns - prefill_ns - decode_ns - padding_ns - overhead_ns,
+        others_prefill_tokens=int(rows.num_new[prefill].sum()),
+        others_decode_rows=int(decode.sum()),
+    )
 
 
 def tokens_by_kind(rows: Participants) -> dict[str, int]:

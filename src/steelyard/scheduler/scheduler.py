@@ -177,6 +177,16 @@ class Scheduler:
         """The keys of all live choices of a request."""
         return [(request_id, index) for index in self._live.requests.get(request_id, {})]
 
+    def request_at(self, row: int) -> Request:
+        """The request that holds `row`."""
+        resident = self._live.rows.by_row[row]
+        assert resident is not None, f"row {row} is free"
+        return resident.request
+
+    def residents(self) -> list[Request]:
+        """Requests that hold a row and blocks, those that ended and wait for their last step included."""
+        return [resident.request for resident in self._live.rows]
+
     def settle(self, now_ns: int) -> None:
         """Bring the ledgers of all running requests up to `now_ns`, for a look at them between commits."""
         for resident in self._live.rows:

@@ -1,0 +1,154 @@
+"""The request ledger's books: one account a choice, open while it lives, kept for a while when it has closed.
+
+opened -> stay in a row, stay in a row, ... -> closed (ENDED): buckets, cost and tokens are final
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from steelyard.core.request import Request
+from steelyard.core.timed import State, Timed
+from steelyard.ledger.book import Stay, StepBook
+from steelyard.ledger.little import Census
+
+MAX_CLOSED = 2048
+
+
+@dataclass(slots=True)
+class Account:
+    """A choice's costs beside its buckets.
+
+    computed_tokens  positions computed in all; lost_tokens: of those, the ones a failed row threw away
+    shared_tokens    positions taken over from a sibling
+    tickets          its stays in rows, in order
+    """
+
+    request: Request
+    cost_ns: int = 0
+    computed_tokens: int = 0
+    lost_tokens: int = 0
+    shared_tokens: int = 0
+    tickets: list[int] = field(default_factory=list)
+    row: int = -1
+
+    def tokens(self) -> dict[str, int]:
+        """By kind. Of a choice that kept a token:
+
+        computed = prompt - cached - shared + generated - 1 + recomputed + overshoot + lost; the last token is nobody's
+        input.
+        """
+        request = self.request
+        return {
+            "prompt": request.prompt_len,
+            "generated": request.num_generated,
+            "cached": request.cached_tokens,
+            "shared": self.shared_tokens,
+            "recomputed": request.num_recomputed,
+            "overshoot": request.num_overshoot,
+            "lost": self.lost_tokens,
+            "computed": self.computed_tokens,
+        }
+
+    def as_dict(self, now_ns: int) -> dict[str, Any]:
+        """Plain values; a running request's buckets up to `now_ns`, after the scheduler has settled it."""
+        request = self.request
+        buckets = {state.value: amount_ns for state, amount_ns in request.buckets_ns.items()}
+        if request.state is not State.ENDED and now_ns > request.since_ns:
+            name = request.state.value
+            buckets[name] = buckets.get(name, 0) + now_ns - request.since_ns
+        return {
+            "id": request.id,
+            "index": request.index,
+            "tenant": request.tenant,
+            "state": request.state.value,
+            "reason": request.reason.value if request.reason is not None else None,
+            "total_ns": sum(buckets.values()),
+            "buckets_ns": buckets,
+            "cost_ns": self.cost_ns,
+            "tokens": self.tokens(),
+            "preemptions": request.num_preemptions,
+        }
+
+
+class Accounts:
+    """All choices, live and lately closed. Watches each from its first state to its last."""
+
+    def __init__(self, book: StepBook) -> None:
+        self.census = Census()
+        self.closed_ns: dict[State, int] = dict.fromkeys(State, 0)
+        self.num_closed = 0
+        self.closed_cost_ns = 0
+        self._book = book
+        self._live: dict[Request, Account] = {}
+        self._closed: OrderedDict[tuple[str, int], Account] = OrderedDict()
+
+    def open(self, request: Request) -> None:
+        """From here on every move of the request is seen."""
+        self._live[request] = Account(request)
+        self.census.come(request.state, request.start_ns)
+        request.watcher = self
+
+    def moved(self, timed: Timed, old: State, at_ns: int) -> None:
+        """core.timed.Watcher."""
+        self.census.move(old, timed.state, at_ns)
+        if timed.state is State.ENDED:
+            assert isinstance(timed, Request)
+            self._close(timed)
+
+    def enter(self, request: Request, row: int, start: int) -> None:
+        """The request takes a row, with KV below `start` valid."""
+        account = self._live[request]
+        self.settle(account)
+        known_len = len(request.tokens)
+        stay = Stay(request.id, request.index, request.tenant, row, known_len, request.recompute_until)
+        if not account.tickets:
+            account.shared_tokens = start - request.cached_tokens
+        account.tickets.append(self._book.enter(stay))
+        account.row = row
+
+    def lose(self, request: Request, num_tokens: int) -> None:
+        """A row failed: what it computed is worth nothing."""
+        self._live[request].lost_tokens += num_tokens
+
+    def get(self, request: Request) -> Account | None:
+        """The account of a request, live or just closed, its costs up to date."""
+        account = self._live.get(request) or self._closed.get(request.key)
+        if account is not None:
+            self.settle(account)
+        return account
+
+    def of(self, request_id: str) -> list[Account]:
+        """Accounts of all choices known under this id, closed ones first."""
+        found = [a for (id, _), a in self._closed.items() if id == request_id]
+        found += [a for request, a in self._live.items() if request.id == request_id]
+        for account in found:
+            self.settle(account)
+        return found
+
+    @property
+    def live(self) -> list[Account]:
+        return list(self._live.values())
+
+    def settle(self, account: Account) -> None:
+        """Move what its row was charged into the account."""
+        row = account.row
+        if row >= 0:
+            book = self._book
+            account.cost_ns += int(book.cost_ns[row])
+            account.computed_tokens += int(book.num_tokens[row])
+            book.cost_ns[row] = book.num_tokens[row] = 0
+
+    def _close(self, request: Request) -> None:
+        account = self._live.pop(request)
+        self.settle(account)
+        account.row = -1
+        for state, amount_ns in request.buckets_ns.items():
+            self.closed_ns[state] += amount_ns
+        self.num_closed += 1
+        self.closed_cost_ns += account.cost_ns
+        self._closed[request.key] = account
+        if len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
