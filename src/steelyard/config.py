@@ -9,6 +9,8 @@ from steelyard.errors import StartError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+LOG_FORMATS = ("text", "json")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    scheduling_policy: str = "fcfs"
     seed: int = 0
     skip_tokenizer_init: bool = False
     check_invariants: bool = False
@@ -45,6 +48,7 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
+        _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             _at_least(flag, getattr(self, flag), 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
@@ -57,24 +61,63 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything the HTTP process needs to start."""
+    """Everything the HTTP process needs to start.
+
+    max_header_...         of a request's line and headers together
+    header_timeout_s       from the connection, or the first byte of a later request, to the end of its headers
+    slow_client_timeout_s  how long a reader may take nothing of its stream before it is dropped
+    max_input_tokens ...   limits of one request, prompt, output, and both; None: what context and KV pool allow
+    tenants, api_key_file  who may ask; without either, anybody may do everything
+    public_metrics         /metrics needs no key
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
+    uds: str | None = None
+    root_path: str = ""
     max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    max_header_count: int = 128
+    header_timeout_s: float = 20.0
+    body_timeout_s: float = 60.0
+    slow_client_timeout_s: float = 60.0
     stall_limit_s: float = 20.0
     shutdown_timeout_s: float = 30.0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_total_tokens: int | None = None
+    ignore_unknown_fields: bool = False
+    tenants: str | None = None
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    public_metrics: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    log_format: str = "text"
     enable_prompt_tokens_details: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise StartError(f"--port must be between 0 and 65535, got {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
-        _at_least("max_num_queued_reqs", self.max_num_queued_reqs, 1)
-        _at_least("max_num_queued_tokens", self.max_num_queued_tokens, 1)
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_input_tokens", "max_output_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("max_total_tokens", self.max_total_tokens, 2)
+        _at_least("max_header_bytes", self.max_header_bytes, 1024)
+        _at_least("max_header_count", self.max_header_count, 8)
+        for name in ("header_timeout_s", "body_timeout_s", "slow_client_timeout_s", "stall_limit_s"):
+            if not getattr(self, name) > 0:
+                raise StartError(f"--{name.removesuffix('_s').replace('_', '-')} must be above 0 s")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise StartError("--ssl-keyfile and --ssl-certfile belong together: give both")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise StartError(f"--root-path must begin with / and not end with it, got {self.root_path!r}")
+        _one_of("--log-format", self.log_format, LOG_FORMATS)
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ class FakeEngine:
     refuse     what to refuse the next Submits with
     fail_at    the number of tokens after which a choice fails, None: never
     joined     deltas and end of a choice come in one batch
+    end_with   the reason of every end, in place of the usual one
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class FakeEngine:
         self.refuse: Refused | None = None
         self.fail_at: int | None = None
         self.joined = False
+        self.end_with: str | None = None
         self.received.clear()
 
     @property
@@ -128,7 +130,7 @@ class FakeEngine:
         cached = BLOCK_SIZE if len(submit.tokens) > BLOCK_SIZE else 0
         usage = Usage(len(submit.tokens), num, cached)
         ledger = {"prefill": 10, "decode": 20}
-        finished = Finished(submit.id, index, reason, usage, ledger, stop_token, message, prompt)
+        finished = Finished(submit.id, index, self.end_with or reason, usage, ledger, stop_token, message, prompt)
         self.say(*([first] if first else []), finished)
 
     def _stop(self, stop: Stop) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from steelyard.config import ServerConfig
 from steelyard.server.app import create_app, make_service
 from steelyard.server.client import EngineClient
+from steelyard.server.connection import BoundedHttp, HeadLimits
 from steelyard.server.metrics import Metrics
 from steelyard.server.service import Service
+from steelyard.server.tenants import Tenants
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
 from tests.server import fake_engine
@@ -71,7 +74,9 @@ class Served:
         return asyncio.run_coroutine_threadsafe(call(), self.engine.loop).result(10)
 
 
-def start(tokenizer: Tokenizer | None, template: ChatTemplate | None, **config: Any) -> Iterator[tuple[Any, ...]]:
+def start(
+    tokenizer: Tokenizer | None, template: ChatTemplate | None, tenants: Tenants | None = None, **config: Any
+) -> Iterator[tuple[Any, ...]]:
     """Run a server in a thread; yields (url, engine, service)."""
     engine = FakeEngine()
     metrics = Metrics()
@@ -86,10 +91,13 @@ def start(tokenizer: Tokenizer | None, template: ChatTemplate | None, **config: 
         tokenizer=tokenizer,
         template=template,
         eos_token_ids=frozenset({2}),
+        tenants=tenants,
     )
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(service), lifespan="off", log_config=None, access_log=False))
+    http = partial(BoundedHttp, limits=HeadLimits(8192, 40, 0.5))
+    app = create_app(service)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_config=None, access_log=False))  # type: ignore[arg-type]
 
     async def serve() -> None:
         engine.loop = asyncio.get_running_loop()

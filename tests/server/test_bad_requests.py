@@ -66,7 +66,10 @@ def check_error(response: Any, status: int = 400) -> dict[str, Any]:
         ("response_format", {"type": "json_object"}, "response_format.type"),
         ("foo", 1, "foo"),
         ("model", "gpt-9", "model"),
-        ("cache_salt", "x", "cache_salt"),
+        ("cache_salt", 5, "cache_salt"),
+        ("priority", 1, "priority"),
+        ("deadline_ms", 0, "deadline_ms"),
+        ("ttft_deadline_ms", -1, "ttft_deadline_ms"),
     ],
 )
 def test_a_bad_field_is_named(served: Served, field: str, value: Any, param: str) -> None:

@@ -14,6 +14,7 @@ from steelyard.errors import Overloaded
 from steelyard.server.admission import Admission
 from steelyard.server.exchange import merged_ns
 from steelyard.server.metrics import ENGINE_COUNTERS, Metrics
+from steelyard.server.tenants import Tenant
 from tests.server import fake_engine
 from tests.server.served import Served, counter, wait_for
 
@@ -156,15 +157,16 @@ def test_queue_limits_refuse_with_the_numbers_and_count(served: Served) -> None:
 
 
 def test_a_place_is_given_back_once() -> None:
-    admission = Admission(1, 10, lambda: 0)
-    with admission.reserve() as place:
+    admission, tenant = Admission(1, 10, lambda: 0), Tenant("t")
+    with admission.reserve(tenant) as place:
         with pytest.raises(Overloaded):
-            admission.reserve()
+            admission.reserve(tenant)
         place.add_tokens(10)
         place.release(served=True)
-        with admission.reserve() as other, pytest.raises(Overloaded):
+        with admission.reserve(tenant) as other, pytest.raises(Overloaded):
             other.add_tokens(11)
-    assert (admission.num_requests, admission.num_tokens) == (0, 0)
+    load = admission.load_of(tenant)
+    assert (admission.num_requests, admission.num_tokens, load.num_requests, load.num_tokens) == (0, 0, 0, 0)
 
 
 def test_the_merged_ledger_sums_to_the_wall_time() -> None:

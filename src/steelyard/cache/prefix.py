@@ -43,8 +43,8 @@ class PrefixIndex:
         del self._block_of[key]
 
     def blocks_in(self, namespace: bytes | None) -> list[int]:
-        """Published blocks of a namespace; of all namespaces for None."""
-        return [b for b, (_, owner) in self._entry_of.items() if namespace is None or owner == namespace]
+        """Published blocks of a namespace and of those below it, which begin with its bytes; of all for None."""
+        return [b for b, (_, owner) in self._entry_of.items() if namespace is None or owner.startswith(namespace)]
 
     def check(self) -> None:
         """Raises AssertionError unless both directions agree."""

@@ -12,6 +12,7 @@ from steelyard.errors import SteelyardError
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a model over the OpenAI API",
+    "keys": "make API keys for the tenants of a server",
     "generate": "complete prompts from arguments or a JSONL file",
     "chat": "talk to a model in the terminal",
     "plan": "say what serving a model will cost, before anything runs",

@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import fields
 
-from steelyard.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from steelyard.config import DEVICES, DTYPES, LOAD_FORMATS, SCHEDULING_POLICIES, EngineConfig
 from steelyard.errors import StartError
 
 _UNITS = {
@@ -62,6 +62,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
         action=argparse.BooleanOptionalAction,
         help="plan a step while the one before it runs (default: on a GPU)",
     )
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="who goes first (default: fcfs)")
     add("--seed", type=int, metavar="N", help="of requests that bring none, and of dummy weights (default: 0)")
     add("--skip-tokenizer-init", action="store_true", help="token ids in, token ids out")
     add("--check-invariants", action="store_true", help="check the engine's books after every step; slow")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import json
 import logging
 import signal
@@ -19,20 +18,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from pathlib import Path
 
 import uvloop
 
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
-from steelyard.cli.options import add_engine_arguments, engine_config, parse_size
+from steelyard.cli.listening import bound, cannot_listen, is_public, shown_address
+from steelyard.cli.options import add_engine_arguments, engine_config
+from steelyard.cli.server_options import add_server_arguments, server_config, with_file
 from steelyard.config import EngineConfig, ServerConfig
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import EngineDead, StartError
+from steelyard.server import logs
 from steelyard.server.app import create_app, make_service
 from steelyard.server.client import EngineClient
 from steelyard.server.lifecycle import DrainingServer
 from steelyard.server.metrics import Metrics
+from steelyard.server.tenants import Tenants, load_tenants, read_keys
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.wire.channel import ServerSide, new_address, remove_address
@@ -41,56 +44,41 @@ LAST_WORDS_S = 0.3
 """After the engine's process has ended: time for what it said last to arrive."""
 ENGINE_EXIT_S = 10.0
 
+log = logging.getLogger("steelyard.serve")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
-    group = parser.add_argument_group("server", argument_default=argparse.SUPPRESS)
-    add = group.add_argument
-    add("--host", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, help="0: any that is free (default: 8000)")
-    add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (default: its own)")
-    add("--max-body-bytes", type=parse_size, metavar="SIZE", help="largest request body (default: 8MiB)")
-    add("--max-num-queued-reqs", type=int, metavar="N", help="requests that may wait for their first token")
-    add("--max-num-queued-tokens", type=int, metavar="TOKENS", help="prompt tokens that may wait")
-    add(
-        "--stall-limit",
-        type=float,
-        dest="stall_limit_s",
-        metavar="SECONDS",
-        help="without a step making progress, before /health says 503 (default: 20)",
-    )
-    add(
-        "--shutdown-timeout",
-        type=float,
-        dest="shutdown_timeout_s",
-        metavar="SECONDS",
-        help="for running requests to finish after SIGTERM (default: 30)",
-    )
-    add(
-        "--enable-prompt-tokens-details",
-        action=argparse.BooleanOptionalAction,
-        help="cached tokens in usage (default: on)",
-    )
+    add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Raises StartError with one line on why a start failed."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    server_config = ServerConfig(
-        **{f.name: getattr(args, f.name) for f in fields(ServerConfig) if hasattr(args, f.name)}
-    )
+    args = with_file(args, add_arguments)
+    http = server_config(args)
+    logs.set_up(http.log_format)
     config = engine_config(args)
-    with _bound(server_config.host, server_config.port) as sock:
+    keys = [*http.api_key, *(read_keys(Path(http.api_key_file)) if http.api_key_file else [])]
+    tenants = load_tenants(Path(http.tenants) if http.tenants else None, keys)
+    with bound(http) as sock:
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
-        return uvloop.run(_Serving(server_config, config, checkpoint, sock).run())
+        if tenants.open and is_public(http):
+            log.warning("anybody who reaches %s may use this server: give it --tenants or --api-key-file", http.host)
+        return uvloop.run(_Serving(http, config, checkpoint, sock, tenants).run())
 
 
 class _Serving:
     """One run of the command: an engine process, a channel to it, and the HTTP server."""
 
     def __init__(
-        self, config: ServerConfig, engine_config: EngineConfig, checkpoint: Checkpoint, sock: socket.socket
+        self,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        checkpoint: Checkpoint,
+        sock: socket.socket,
+        tenants: Tenants,
     ) -> None:
+        self._tenants = tenants
         self._config = config
         self._engine_config = engine_config
         self._checkpoint = checkpoint
@@ -120,6 +108,8 @@ class _Serving:
             side.close()
             await asyncio.to_thread(_end, process)
             remove_address(address)
+            if self._config.uds is not None:
+                Path(self._config.uds).unlink(missing_ok=True)
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
@@ -145,12 +135,13 @@ class _Serving:
             tokenizer=self._tokenizer,
             template=self._template,
             eos_token_ids=self._checkpoint.eos_token_ids,
+            tenants=self._tenants,
         )
         self._server = DrainingServer(create_app(service), service, self._say_where)
         try:
             await self._server.serve(sockets=[self._sock])
         except OSError as error:
-            raise _cannot_listen(self._config.host, self._config.port, error) from None
+            raise cannot_listen(self._config, error) from None
         finally:
             service.prompts.close()
         return self._server.exit_code
@@ -165,9 +156,8 @@ class _Serving:
 
     def _say_where(self) -> None:
         """The address, and a command that works when pasted."""
-        host, port = self._sock.getsockname()[:2]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        where, url = shown_address(self._config, self._sock)
+        key = "" if self._tenants.open else " -H 'Authorization: Bearer KEY'"
         name = self._config.served_model_name or self._checkpoint.name
         if self._tokenizer is None:
             path, body = "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8}
@@ -176,7 +166,7 @@ class _Serving:
         else:
             message = {"role": "user", "content": "What is the capital of France?"}
             path, body = "/v1/chat/completions", {"messages": [message], "max_tokens": 40}
-        print(f"steelyard: {name} on {url}\n\n    curl {url}{path} -H 'Content-Type: application/json' \\")
+        print(f"steelyard: {name} on {where}\n\n    curl {url}{path}{key} -H 'Content-Type: application/json' \\")
         print(f"      -d '{json.dumps(body)}'\n", flush=True)
 
 
@@ -203,21 +193,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     if process.stdin is not None:
         process.stdin.close()
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; it listens later. Raises StartError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from None
-    return sock
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
-    if error.errno == errno.EADDRINUSE:
-        return StartError(f"port {port} on {host} is taken: stop what uses it, or choose another with --port")
-    return StartError(f"cannot listen on {host}:{port}: {error.strerror or error}")

@@ -21,6 +21,8 @@ from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
 from steelyard.runner.start import start_runner
 from steelyard.scheduler.options import SchedulerOptions
+from steelyard.scheduler.policies.fcfs import Fcfs
+from steelyard.scheduler.policies.priority import Priority
 from steelyard.scheduler.protocols import Faults
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.scripted import Script, ScriptedRunner
@@ -58,7 +60,8 @@ def build_engine(
     caps = runner.caps
     cache = CacheManager(caps, config.enable_prefix_caching)
     options = SchedulerOptions(config.max_num_seqs, config.max_num_batched_tokens, overlap=caps.overlaps)
-    scheduler = Scheduler(caps, cache, options, faults=faults)
+    order = Priority() if config.scheduling_policy == "priority" else Fcfs()
+    scheduler = Scheduler(caps, cache, options, order=order, faults=faults)
     engine = Engine(
         runner,
         cache,

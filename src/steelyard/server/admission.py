@@ -1,7 +1,9 @@
-"""How much may wait: requests and prompt tokens that have no first token yet. Counted before the engine is asked.
+"""What may be taken in: the queue's places for all, and each tenant's own limits. Counted before the engine is asked.
 
-A reservation is taken before the prompt is encoded and given back with the first token, or at the request's end,
-so that many requests at once cannot all see the same free place.
+    tenant's requests and rate (429) -> a place in the queue (503) -> tokenise -> tenant's tokens (429), queue's (503)
+
+A place in the queue is given back with the first token; what counts against a tenant, at the request's end. Both are
+taken before the prompt is encoded, so that many requests at once cannot all see the same free place.
 """
 
 from __future__ import annotations
@@ -9,39 +11,117 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from steelyard.errors import Overloaded
+from steelyard.server.errors import TenantLimit
+from steelyard.server.tenants import Tenant
 
 _SMOOTHING = 0.2
 _FIRST_GUESS_NS = 1e9
+_FIRST_GUESS_TOKENS = 128.0
+_MINUTE_NS = 60e9
 
 
-class Reservation:
-    """A place in the queue, given back at the latest when its context is left. `release` is idempotent."""
+class TenantLoad:
+    """What one tenant uses now, and its limits. The rate is a bucket of tokens that fills over a minute.
 
-    def __init__(self, admission: Admission, now_ns: int) -> None:
+    num_tokens  prompts and outputs of requests being served, as admitted
+    level       tokens left in the bucket; below zero after a request that took more than there was
+    """
+
+    def __init__(self, tenant: Tenant, clock_ns: Callable[[], int]) -> None:
+        self.tenant = tenant
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.level = float(tenant.max_tokens_per_minute or 0)
+        self._at_ns = clock_ns()
+        self._clock_ns = clock_ns
+        self._mean_output_tokens = _FIRST_GUESS_TOKENS
+        self._mean_ns = _FIRST_GUESS_NS
+
+    def check(self) -> None:
+        """Raises TenantLimit if this tenant may not have one more request now."""
+        tenant = self.tenant
+        limit = tenant.max_concurrent_requests
+        if limit is not None and self.num_requests >= limit:
+            raise self._limited(f"{self.num_requests} requests are being served, the limit is {limit}", self._mean_ns)
+        rate = tenant.max_tokens_per_minute
+        if rate is not None:
+            self._fill(rate)
+            if self.level <= 0:
+                wait_ns = (1 - self.level) / rate * _MINUTE_NS
+                raise self._limited(f"the limit of {rate} tokens a minute is used up", wait_ns)
+
+    def tokens_of(self, num_prompt: int, num_output: int | None) -> int:
+        """What a request is charged while it is served; an output that is not limited, by what is usual."""
+        return num_prompt + (num_output if num_output is not None else int(self._mean_output_tokens))
+
+    def check_tokens(self, num_tokens: int) -> None:
+        limit = self.tenant.max_in_flight_tokens
+        if limit is not None and self.num_tokens + num_tokens > limit:
+            what = f"{self.num_tokens} tokens are being served, the limit is {limit}, and this request has {num_tokens}"
+            raise self._limited(what, self._mean_ns)
+
+    def ended(self, since_ns: int, num_output_tokens: int) -> None:
+        self.spend(num_output_tokens)
+        self._mean_output_tokens += _SMOOTHING * (num_output_tokens - self._mean_output_tokens)
+        self._mean_ns += _SMOOTHING * (self._clock_ns() - since_ns - self._mean_ns)
+
+    def spend(self, num_tokens: int) -> None:
+        if self.tenant.max_tokens_per_minute is not None:
+            self._fill(self.tenant.max_tokens_per_minute)
+            self.level -= num_tokens
+
+    def _fill(self, rate: int) -> None:
+        now_ns = self._clock_ns()
+        self.level = min(float(rate), self.level + rate * (now_ns - self._at_ns) / _MINUTE_NS)
+        self._at_ns = now_ns
+
+    def _limited(self, what: str, wait_ns: float) -> TenantLimit:
+        seconds = wait_ns / 1e9
+        return TenantLimit(f"tenant {self.tenant.name}: {what}; try again in {seconds:.1f} s", retry_after_s=seconds)
+
+
+class Place:
+    """One request's share of all limits, given back at the latest when its context is left."""
+
+    def __init__(self, admission: Admission, load: TenantLoad, now_ns: int) -> None:
         self._admission = admission
+        self._load = load
         self._since_ns = now_ns
-        self._num_tokens = 0
-        self._held = True
+        self._num_prompt = 0
+        self._num_charged = 0
+        self._queued = True
+        self.num_output_tokens = 0
 
-    def __enter__(self) -> Reservation:
+    def __enter__(self) -> Place:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.release(served=False)
+        self._load.num_requests -= 1
+        self._load.num_tokens -= self._num_charged
+        if self._num_charged:
+            self._load.ended(self._since_ns, self.num_output_tokens)
 
-    def add_tokens(self, num_tokens: int) -> None:
-        """Charge the prompt, now that its length is known. Raises Overloaded, and then holds nothing more."""
-        self._admission.check_tokens(num_tokens)
-        self._admission.num_tokens += num_tokens
-        self._num_tokens = num_tokens
+    def add_tokens(self, num_prompt: int, num_output: int | None = None) -> None:
+        """Charge the prompt and the output it may have at most, now that they are known.
+
+        Raises TenantLimit or Overloaded, and then holds nothing more.
+        """
+        charged = self._load.tokens_of(num_prompt, num_output)
+        self._load.check_tokens(charged)
+        self._admission.check_tokens(num_prompt)
+        self._admission.num_tokens += num_prompt
+        self._load.num_tokens += charged
+        self._load.spend(num_prompt)
+        self._num_prompt, self._num_charged = num_prompt, charged
 
     def release(self, served: bool) -> None:
-        """Give the place back; `served`: because its first token has come."""
-        if not self._held:
+        """Give the place in the queue back; `served`: because its first token has come. Idempotent."""
+        if not self._queued:
             return
-        self._held = False
+        self._queued = False
         self._admission.num_requests -= 1
-        self._admission.num_tokens -= self._num_tokens
+        self._admission.num_tokens -= self._num_prompt
         if served:
             self._admission.observe_wait(self._since_ns)
 
@@ -54,15 +134,25 @@ class Admission:
         self._max_tokens = max_tokens
         self._clock_ns = clock_ns
         self._wait_ns = _FIRST_GUESS_NS
+        self._loads: dict[str, TenantLoad] = {}
         self.num_requests = 0
         self.num_tokens = 0
 
-    def reserve(self) -> Reservation:
-        """Take a place. Raises Overloaded if all are taken."""
+    def reserve(self, tenant: Tenant) -> Place:
+        """Take a place. Raises TenantLimit or Overloaded if there is none."""
+        load = self.load_of(tenant)
+        load.check()
         if self._max_requests is not None and self.num_requests >= self._max_requests:
             raise self._overloaded(f"{self.num_requests} requests wait, the limit is {self._max_requests}")
         self.num_requests += 1
-        return Reservation(self, self._clock_ns())
+        load.num_requests += 1
+        return Place(self, load, self._clock_ns())
+
+    def load_of(self, tenant: Tenant) -> TenantLoad:
+        load = self._loads.get(tenant.name)
+        if load is None:
+            load = self._loads[tenant.name] = TenantLoad(tenant, self._clock_ns)
+        return load
 
     def check_tokens(self, num_tokens: int) -> None:
         """Raises Overloaded if that many more prompt tokens may not wait."""

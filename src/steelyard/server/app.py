@@ -1,6 +1,6 @@
 """The ASGI application: a table of routes over one `Service`.
 
-No middleware: each layer would cost every event of every stream.
+One layer around it, `Edge`: each more would cost every event of every stream.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from steelyard.config import ServerConfig
 from steelyard.errors import NotFound, SteelyardError
 from steelyard.server.client import EngineClient
+from steelyard.server.edge import Edge
 from steelyard.server.errors import MethodNotAllowed
 from steelyard.server.exchange import Endpoint
 from steelyard.server.metrics import Metrics
@@ -26,8 +28,10 @@ from steelyard.server.routes.chat import chat_completions
 from steelyard.server.routes.completions import completions
 from steelyard.server.routes.health import Health
 from steelyard.server.routes.models import Models
+from steelyard.server.routes.operate import Operate
 from steelyard.server.routes.tokenize import detokenize, tokenize
 from steelyard.server.service import Service
+from steelyard.server.tenants import Tenants, load_tenants
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
 
@@ -41,6 +45,7 @@ def make_service(
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     eos_token_ids: frozenset[int] = frozenset(),
+    tenants: Tenants | None = None,
     clock_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Service:
     """The shared state of a server whose engine is ready. Without a tokenizer: token ids in, token ids out."""
@@ -52,6 +57,7 @@ def make_service(
         client=client,
         prompts=prompts,
         metrics=metrics,
+        tenants=tenants or load_tenants(None, config.api_key),
         model_name=model_name,
         eos_token_ids=eos_token_ids,
         clock_ns=clock_ns,
@@ -59,16 +65,16 @@ def make_service(
     )
 
 
-def create_app(service: Service) -> Starlette:
+def create_app(service: Service) -> ASGIApp:
     """The application. Its routes answer errors in OpenAI's shape, those of the router included."""
-    health, models = Health(service), Models(service)
+    health, models, operate = Health(service), Models(service), Operate(service)
     generating = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat_completions,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
-    return Starlette(
+    router = Starlette(
         routes=[
             *(Route(path, Endpoint(service, path, handler), methods=["POST"]) for path, handler in generating.items()),
             Route("/v1/models", models.all),
@@ -77,9 +83,11 @@ def create_app(service: Service) -> Starlette:
             Route("/health", health.health),
             Route("/live", health.live),
             Route("/metrics", health.metrics),
+            Route("/reset_prefix_cache", operate.reset_prefix_cache, methods=["POST"]),
         ],
         exception_handlers={HTTPException: _router_error, SteelyardError: _our_error},
     )
+    return Edge(router, service)
 
 
 async def _router_error(request: Request, error: Exception) -> Response:

@@ -19,6 +19,9 @@ from steelyard.server.errors import BodyTooLarge
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
+MAX_IGNORED = 32
+"""Unknown fields of one request that may be left out; more are refused."""
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _PATH = re.compile(r"^(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$")
@@ -35,7 +38,7 @@ async def read_body(receive: Receive, declared_bytes: int | None, limit_bytes: i
     later finds the refusal and not a reset connection.
     """
     if declared_bytes is not None and declared_bytes > limit_bytes:
-        raise _too_large(limit_bytes)
+        raise too_large(limit_bytes)
     chunks: list[bytes] = []
     num_bytes = 0
     while True:
@@ -45,10 +48,35 @@ async def read_body(receive: Receive, declared_bytes: int | None, limit_bytes: i
         chunk = message.get("body", b"")
         num_bytes += len(chunk)
         if num_bytes > limit_bytes:
-            raise _too_large(limit_bytes)
+            raise too_large(limit_bytes)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def decode_lenient(
+    decoder: msgspec.json.Decoder[T], body: bytes, unsupported: frozenset[str] = frozenset()
+) -> tuple[T, list[str]]:
+    """The same, but fields that are not known are left out; returns the paths of those too."""
+    ignored: list[str] = []
+    while True:
+        try:
+            return decode(decoder, body, unsupported), ignored
+        except InvalidRequest as error:
+            if error.code != "unknown_parameter" or error.param is None or len(ignored) == MAX_IGNORED:
+                raise
+            body = _without(body, error.param)
+            ignored.append(error.param)
+
+
+def _without(body: bytes, path: str) -> bytes:
+    """The JSON without the field at `path`, such as `messages[0].name`."""
+    value = whole = msgspec.json.decode(body)
+    *steps, last = _STEP.findall(path)
+    for name, index in steps:
+        value = value[name] if name else value[int(index)]
+    del value[last[0]]
+    return msgspec.json.encode(whole)
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes, unsupported: frozenset[str] = frozenset()) -> T:
@@ -89,5 +117,10 @@ def _invalid(message: str, unsupported: frozenset[str]) -> InvalidRequest:
     return InvalidRequest(f"{path}: {text}", param=path, code="invalid_type")
 
 
-def _too_large(limit_bytes: int) -> BodyTooLarge:
+def declared_bytes(header: bytes) -> int | None:
+    """What a content-length header says, if it says a number."""
+    return int(header) if header.isdigit() and len(header) < 20 else None
+
+
+def too_large(limit_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body has more than {limit_bytes} bytes; send less, or raise --max-body-bytes")

@@ -29,8 +29,10 @@ from steelyard.wire.messages import (
     Fault,
     Finished,
     FromEngine,
+    Pause,
     Ready,
     Refused,
+    Resume,
     Status,
     Stop,
     Submit,
@@ -38,6 +40,8 @@ from steelyard.wire.messages import (
 )
 
 NS = 1_000_000_000
+MAX_PENDING_TOKENS = 2048
+"""Of one HTTP request, made and not taken by its reader: beyond them the engine goes on with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,20 @@ class Prompt:
 
     ids: list[int]
     block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On whose account a request runs, and how long it may take from its arrival.
+
+    first_token_ns, deadline_ns  limits for the first token and for all of it; None: none
+    """
+
+    tenant: str = ""
+    namespace: bytes = b""
+    priority: int = 0
+    first_token_ns: int | None = None
+    deadline_ns: int | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +90,6 @@ class EngineClient:
         self._asked: dict[str, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[Ready] | None = None
         self._heard_ns = clock_ns()
-        self._root = b""
         self.info: Ready | None = None
         self.status: Status | None = None
         self.death: str | None = None
@@ -102,6 +119,8 @@ class EngineClient:
         self.fail_all(error)
         for _ in {open_.collector for open_ in self._open.values()}:
             self._metrics.request_ended("error")
+        for open_ in self._open.values():
+            open_.collector.let_go(open_.num_unfinished)
         self._open.clear()
 
     def fail_all(self, error: SteelyardError) -> None:
@@ -113,8 +132,10 @@ class EngineClient:
         """Why no token can be made, or None. Costs nothing: the engine reports its progress by itself."""
         if self.death is not None:
             return self.death
-        if self.info is None:
-            return "the engine is starting"
+        return "the engine is starting" if self.info is None else self.stuck()
+
+    def stuck(self) -> str | None:
+        """Why a living engine makes no token, or None."""
         silent_ns = self._clock_ns() - self._heard_ns
         if silent_ns > self._stall_limit_ns:
             return f"the engine has said nothing for {silent_ns / NS:.1f} s"
@@ -124,26 +145,42 @@ class EngineClient:
             return f"{reason}: {status.detail}" if status.detail else reason
         return None
 
+    def watch(self) -> None:
+        """Called several times a second: requests that a stuck engine holds get an error, and are stopped in it."""
+        why = self.stuck() if self._open and self.info is not None and self.death is None else None
+        if why is not None:
+            self.fail_all(EngineDead(why))
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(EngineDead(why))
+
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def block_hashes(self, ids: Sequence[int]) -> list[bytes]:
-        """Keys of the full blocks of a prompt; safe in a thread."""
+    def block_hashes(self, ids: Sequence[int], namespace: bytes = b"") -> list[bytes]:
+        """Keys of the full blocks of a prompt in a namespace; safe in a thread."""
         info = self.info
         assert info is not None, "hashes asked for before the engine is ready"
         if not info.enable_prefix_caching:
             return []
-        return chain(self._root, ids, info.block_size)
+        return chain(root_hash(info.fingerprint, info.kv_layout, namespace), ids, info.block_size)
 
     async def submit(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, priority: int, arrived_ns: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        terms: Terms,
+        arrived_ns: int,
+        opened: Callable[[Collector], None] = lambda collector: None,
     ) -> Collector:
         """Send the prompts and wait until each is accepted; choice j of prompt i is number i * n + j.
 
-        Raises what the engine refused one of them with (the others are stopped), or EngineDead.
+        Raises what the engine refused one of them with (the others are stopped), or EngineDead. `opened` gets the
+        collector before anything is sent, for an account that must close whatever happens.
         The caller closes the collector with `close`, whatever happens.
         """
         self._check_alive()
         collector = Collector(len(prompts), sampling.n, arrived_ns)
+        opened(collector)
         loop = asyncio.get_running_loop()
         accepted: list[asyncio.Future[Accepted]] = []
         try:
@@ -153,7 +190,7 @@ class EngineClient:
                 self._open[id] = _Open(collector, i * sampling.n, sampling.n)
                 future = self._waiting[id] = loop.create_future()
                 accepted.append(future)
-                self._send(Submit(id, prompt.ids, sampling, priority=priority, block_hashes=prompt.block_hashes))
+                self._send(self._submit(id, prompt, sampling, terms, arrived_ns))
             for answer in await asyncio.gather(*accepted):
                 self._metrics.params_max_tokens.observe(answer.max_tokens)
         except BaseException:
@@ -164,11 +201,36 @@ class EngineClient:
         self._metrics.params_n.observe(sampling.n)
         return collector
 
+    def _submit(self, id: str, prompt: Prompt, sampling: SamplingParams, terms: Terms, arrived_ns: int) -> Submit:
+        spent_ns = self._clock_ns() - arrived_ns
+        return Submit(
+            id,
+            prompt.ids,
+            sampling,
+            namespace=terms.namespace,
+            tenant=terms.tenant,
+            priority=terms.priority,
+            block_hashes=prompt.block_hashes,
+            deadline_in_ns=None if terms.deadline_ns is None else terms.deadline_ns - spent_ns,
+            first_token_in_ns=None if terms.first_token_ns is None else terms.first_token_ns - spent_ns,
+        )
+
     def stop_choice(self, collector: Collector, index: int, keep: int) -> None:
         """A stop string was found in a choice: end it there, as a success of `keep` tokens."""
         id = collector.ids[index // collector.n]
         if id in self._open and self.death is None:
             self._send(Stop(id, index % collector.n, "stop_string", keep))
+
+    def resume(self, collector: Collector) -> None:
+        """The reader has caught up; nothing happens if the request was not paused."""
+        if collector.paused:
+            collector.paused = False
+            self._to_each(collector, Resume)
+
+    def _to_each(self, collector: Collector, message: type[Pause] | type[Resume]) -> None:
+        for id in collector.ids:
+            if id in self._open and self.death is None:
+                self._send(message(id))
 
     def close(self, collector: Collector) -> None:
         """The request's handler is done with it; what still runs is stopped, for its client has left. Idempotent.
@@ -192,9 +254,9 @@ class EngineClient:
         finally:
             del self._asked[id]
 
-    def control(self, what: str) -> None:
+    def control(self, what: str, namespace: bytes = b"") -> None:
         if self.death is None:
-            self._send(Control(what))
+            self._send(Control(what, namespace))
 
     # ---- what the engine says ---------------------------------------------------------------------------------
 
@@ -229,6 +291,9 @@ class EngineClient:
             gap_ns = collector.push(open_.base + delta.index, delta, now_ns)
             if gap_ns:
                 self._metrics.itl.observe(gap_ns / len(delta.ids) / NS, len(delta.ids))
+            if collector.num_pending > MAX_PENDING_TOKENS and not collector.paused:
+                collector.paused = True
+                self._to_each(collector, Pause)
             if collector.first_ns == 0:
                 collector.first_ns = now_ns
                 self._metrics.ttft.observe((now_ns - collector.arrived_ns) / NS)
@@ -246,16 +311,18 @@ class EngineClient:
         if collector.num_unfinished == 0:
             self._metrics.e2e.observe((now_ns - collector.arrived_ns) / NS)
             self._metrics.request_ended(collector.outcome)
+        collector.let_go(1)
 
     def _on_refused(self, refused: Refused) -> None:
-        self._open.pop(refused.id, None)
+        open_ = self._open.pop(refused.id, None)
+        if open_ is not None:
+            open_.collector.let_go(open_.num_unfinished)
         future = self._waiting.pop(refused.id, None)
         if future is not None and not future.done():
             future.set_exception(_refusal(refused))
 
     def _on_ready(self, ready: Ready) -> None:
         self.info = ready
-        self._root = root_hash(ready.fingerprint, ready.kv_layout)
         self._resolve(self._ready, ready)
 
     def _resolve(self, future: asyncio.Future[Any] | None, value: Any) -> None:

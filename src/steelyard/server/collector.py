@@ -8,6 +8,8 @@ A handler that is slow finds one longer delta in place of many: what is kept is 
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from steelyard.errors import SteelyardError
@@ -34,7 +36,11 @@ class Collector:
     arrived_ns   when the HTTP request came, on the server's clock
     first_ns     when its first token came from the engine; 0: not yet
     ended_ns     when its last choice ended; 0: not yet
-    last_end     the last `Finished` so far
+    last_end     the last `Finished` so far; ends: of each choice that has ended
+    deliveries   of each choice: (nanoseconds since arrival, tokens) of every delta, one after the other
+    num_pending  tokens that have not been taken
+    paused       the engine computes nothing for it, because its reader is behind
+    when_over    called once the engine has let go of every prompt, be it refused or ended
     """
 
     def __init__(self, num_prompts: int, n: int, arrived_ns: int) -> None:
@@ -44,6 +50,12 @@ class Collector:
         self.first_ns = 0
         self.ended_ns = 0
         self.last_end: Finished | None = None
+        self.num_pending = 0
+        self.paused = False
+        self.ends: dict[int, Finished] = {}
+        self.deliveries = [array("q") for _ in range(num_prompts * n)]
+        self.when_over: Callable[[], None] | None = None
+        self.num_held = num_prompts * n
         self.num_unfinished = num_prompts * n
         self.reasons: set[str] = set()
         self._last_token_ns = [0] * self.num_unfinished
@@ -55,9 +67,11 @@ class Collector:
         """Add a delta of choice `index`; returns nanoseconds since the choice's token before, 0 if it is its first."""
         update = self._update(index)
         update.ids += delta.ids
+        self.num_pending += len(delta.ids)
         if delta.logprobs is not None:
             update.logprobs += delta.logprobs
         self._wake.set()
+        self.deliveries[index].extend((now_ns - self.arrived_ns, len(delta.ids)))
         before_ns, self._last_token_ns[index] = self._last_token_ns[index], now_ns
         return now_ns - before_ns if before_ns else 0
 
@@ -65,10 +79,16 @@ class Collector:
         self._update(index).finished = finished
         self.reasons.add(finished.reason)
         self.num_unfinished -= 1
-        self.last_end = finished
+        self.last_end = self.ends[index] = finished
         if self.num_unfinished == 0:
             self.ended_ns = now_ns
         self._wake.set()
+
+    def let_go(self, num_choices: int) -> None:
+        """The engine holds that many choices less."""
+        self.num_held -= num_choices
+        if self.num_held == 0 and self.when_over is not None:
+            self.when_over()
 
     def fail(self, error: SteelyardError) -> None:
         """No more will come; what is pending is taken first, then `take` raises."""
@@ -91,6 +111,7 @@ class Collector:
             await self._wake.wait()
         updates = list(self._pending.values())
         self._pending.clear()
+        self.num_pending = 0
         return updates
 
     def _update(self, index: int) -> Update:

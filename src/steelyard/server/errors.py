@@ -16,6 +16,48 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
+class HeadTooLarge(InvalidRequest):
+    """The request's line and headers are longer or more than allowed."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class RequestTimeout(InvalidRequest):
+    """The client took too long to send its request."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class Unauthorized(SteelyardError):
+    """No key, or one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(SteelyardError):
+    """A known key without the right to do this."""
+
+    status = 403
+    code = "forbidden"
+
+
+class DeadlineExceeded(SteelyardError):
+    """The client's own time limit passed before the first token."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+class TenantLimit(Overloaded):
+    """A limit of this tenant alone is reached; others may still be served."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+
 class MethodNotAllowed(InvalidRequest):
     status = 405
     code = "method_not_allowed"
@@ -55,6 +97,8 @@ def error_body(error: SteelyardError) -> bytes:
 
 def error_headers(error: SteelyardError) -> list[tuple[bytes, bytes]]:
     """Headers that go with an error besides its content type."""
+    if isinstance(error, Unauthorized):
+        return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, Overloaded):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     return []

@@ -10,32 +10,56 @@ Errors before the first byte become an HTTP error; later ones an error event, af
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from starlette.datastructures import Headers
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from steelyard.core.timed import State, Timed
 from steelyard.errors import SteelyardError
 from steelyard.server import sse
-from steelyard.server.body import ClientGone, read_body
-from steelyard.server.errors import error_body, error_headers
+from steelyard.server.body import ClientGone, declared_bytes, decode, decode_lenient, read_body
+from steelyard.server.connection import ABORT
+from steelyard.server.errors import RequestTimeout, error_body, error_headers
 from steelyard.server.service import Service, log
+from steelyard.server.tenants import Tenant
+
+T = TypeVar("T")
 
 _JSON = [(b"content-type", b"application/json")]
 
 
 class Exchange:
-    """The response half, and the request's `Timed`."""
+    """The response half, and the request's `Timed`.
 
-    def __init__(self, service: Service, endpoint: str, send: Send) -> None:
+    tenant    whose request it is
+    headers   of the response, besides the usual ones; may be added to before it begins
+    accepted  the engine has taken the request in: from then on it is not a refusal
+    """
+
+    def __init__(self, service: Service, endpoint: str, tenant: Tenant, send: Send) -> None:
         self.service = service
+        self.tenant = tenant
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.accepted = False
         self.arrived_ns = service.clock_ns()
         self.timed = Timed(State.HTTP_READ, self.arrived_ns)
         self.started = False
         self.engine_ledger: dict[str, int] = {}
         self._endpoint = endpoint
         self._send = send
+
+    def decode(self, decoder: msgspec.json.Decoder[T], raw: bytes, unsupported: frozenset[str] = frozenset()) -> T:
+        """The body as a struct. Fields that are not known are refused, or named in a header, as the operator says."""
+        if not self.service.config.ignore_unknown_fields:
+            return decode(decoder, raw, unsupported)
+        body, ignored = decode_lenient(decoder, raw, unsupported)
+        if ignored:
+            names = ", ".join(ignored).encode("ascii", "backslashreplace")
+            self.headers.append((b"x-steelyard-ignored-fields", re.sub(rb"[^ -~]", b"?", names)[:1000]))
+        return body
 
     def to(self, state: State, now_ns: int | None = None) -> None:
         """Move the request's ledger on; `now_ns`: at an instant that has passed, if it is not before the last move."""
@@ -46,30 +70,40 @@ class Exchange:
         """The whole response in one."""
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [*_JSON, length, *(headers or [])])
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send_to_reader({"type": "http.response.body", "body": body})
 
     async def write(self, events: bytes) -> None:
         """One or more complete events; the first call sends the headers."""
         if not self.started:
             await self._start(200, sse.HEADERS)
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send_to_reader({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        await self._send_to_reader({"type": "http.response.body", "body": events, "more_body": False})
 
     async def fail(self, error: SteelyardError) -> None:
         """Tell the client, in the way that is still possible."""
         if self.started:
             await self.end(sse.event(error_body(error)))
         else:
-            if error.status >= 400:
+            if not self.accepted:
                 self.service.metrics.rejections.add(1, error.code)
             await self.respond(error.status, error_body(error), error_headers(error))
+
+    async def _send_to_reader(self, message: dict[str, Any]) -> None:
+        """Wait until the connection takes it. Raises ClientGone if it does not for `slow_client_timeout_s`."""
+        limit_s = self.service.config.slow_client_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._send(message)
+        except TimeoutError:
+            log.warning("a client of %s has read nothing for %g s and is dropped", self._endpoint, limit_s)
+            raise ClientGone from None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         self.service.metrics.responses.add(1, self._endpoint, str(status))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
 
 Handler = Callable[[Exchange, bytes], Awaitable[None]]
@@ -84,14 +118,14 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._service, self._name, send)
+        exchange = Exchange(self._service, self._name, scope["state"]["tenant"], send)
         self._service.num_in_flight += 1
         try:
-            body = await read_body(receive, _declared_bytes(scope), self._service.config.max_body_bytes)
+            body = await self._body(scope, receive)
             self._service.check_admits()
             await _unless_client_leaves(self._handler(exchange, body), receive)
         except ClientGone:
-            pass
+            _drop(scope)
         except SteelyardError as error:
             await exchange.fail(error)
         except Exception:
@@ -101,6 +135,23 @@ class Endpoint:
             self._service.num_in_flight -= 1
             exchange.to(State.ENDED)
             self._service.metrics.account(merged_ns(exchange.timed, exchange.engine_ledger))
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises BodyTooLarge, ClientGone, or RequestTimeout for a body that trickles in."""
+        config = self._service.config
+        declared = declared_bytes(dict(scope["headers"]).get(b"content-length", b""))
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                return await read_body(receive, declared, config.max_body_bytes)
+        except TimeoutError:
+            raise RequestTimeout(f"the body did not come within {config.body_timeout_s:g} s") from None
+
+
+def _drop(scope: Scope) -> None:
+    """Give up a connection with what is unsent on it: its reader has left, or does not read."""
+    extension = scope.get("extensions", {}).get(ABORT)
+    if extension is not None:
+        extension["call"]()
 
 
 def merged_ns(timed: Timed, engine_ledger: dict[str, int]) -> dict[str, int]:
@@ -138,8 +189,3 @@ async def _unless_client_leaves(work: Awaitable[None], receive: Receive) -> None
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _declared_bytes(scope: Scope) -> int | None:
-    declared = Headers(scope=scope).get("content-length", "")
-    return int(declared) if len(declared) < 20 and declared.isascii() and declared.isdigit() else None

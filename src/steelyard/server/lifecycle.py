@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from steelyard.server.connection import BoundedHttp, HeadLimits
 from steelyard.server.errors import ShuttingDown
 from steelyard.server.service import Service, log
 
@@ -31,11 +34,18 @@ class DrainingServer(uvicorn.Server):
     """uvicorn's server with our drain before its own, and an exit status of ours."""
 
     def __init__(self, app: ASGIApp, service: Service, on_listening: Callable[[], None]) -> None:
+        config = service.config
+        limits = HeadLimits(config.max_header_bytes, config.max_header_count, config.header_timeout_s)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=partial(BoundedHttp, limits=limits),  # type: ignore[arg-type]
+                root_path=config.root_path,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -61,6 +71,11 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self._service.client.death is None:
             self._on_listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second."""
+        self._service.client.watch()
+        return await super().on_tick(counter)
 
     def engine_died(self, why: str, exit_code: int) -> None:
         """Tell every client, and stop after a moment. An engine that drained with us has not failed."""

@@ -87,19 +87,19 @@ class Prompts:
         text = self._template.render(plain, add_generation_prompt=opens, **(kwargs or {}))
         return _left_open(text, messages[-1]) if continue_final_message else text
 
-    async def from_text(self, text: str, add_special_tokens: bool, param: str) -> Prompt:
+    async def from_text(self, text: str, add_special_tokens: bool, param: str, namespace: bytes = b"") -> Prompt:
         """Raises ContextLengthExceeded before encoding if the text cannot fit, InvalidRequest if nothing comes out."""
         ids = await self.encode(text, add_special_tokens, param)
         if not ids:
             raise InvalidRequest(f"{param}: comes out as no tokens at all; say something", param=param)
-        return await self._hashed(ids)
+        return await self._hashed(ids, namespace)
 
-    async def from_ids(self, ids: list[int], param: str) -> Prompt:
+    async def from_ids(self, ids: list[int], param: str, namespace: bytes = b"") -> Prompt:
         """Raises InvalidRequest if there are none or one is outside the vocabulary."""
         if not ids:
             raise InvalidRequest(f"{param}: must have at least one token id", param=param)
         self.check_ids(ids, param)
-        return await self._hashed(ids)
+        return await self._hashed(ids, namespace)
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Raises InvalidRequest if an id is outside the model's vocabulary."""
@@ -124,13 +124,13 @@ class Prompts:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, tokenizer.encode, text, add_special_tokens)
 
-    async def _hashed(self, ids: list[int]) -> Prompt:
+    async def _hashed(self, ids: list[int], namespace: bytes) -> Prompt:
         if len(ids) > self.max_model_len:
             return Prompt(ids, [])  # the engine refuses it with the numbers
         if len(ids) <= LONG_IDS:
-            return Prompt(ids, self._client.block_hashes(ids))
+            return Prompt(ids, self._client.block_hashes(ids, namespace))
         loop = asyncio.get_running_loop()
-        return Prompt(ids, await loop.run_in_executor(self._threads, self._client.block_hashes, ids))
+        return Prompt(ids, await loop.run_in_executor(self._threads, self._client.block_hashes, ids, namespace))
 
 
 def _left_open(text: str, last: Message) -> str:

@@ -15,6 +15,7 @@ from steelyard.errors import InvalidRequest
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What the wire can carry."""
+Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 T = TypeVar("T")
 
 MAX_CHOICES = 1024
@@ -61,6 +62,9 @@ class GenerationBody(Body, kw_only=True):
     logit_bias: dict[int, float] | None = None
     return_token_ids: bool | None = None
     priority: Int | None = None
+    cache_salt: str | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    deadline_ms: Milliseconds | None = None
     response_format: ResponseFormat | None = None
     # no effect
     user: str | None = None
@@ -70,7 +74,6 @@ class GenerationBody(Body, kw_only=True):
     # not supported
     prompt_logprobs: None = None
     structured_outputs: None = None
-    cache_salt: None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):

@@ -15,9 +15,10 @@ from steelyard.core.request import FinishReason
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.timed import State
 from steelyard.errors import RequestFailed
-from steelyard.server.admission import Reservation
-from steelyard.server.client import Prompt
+from steelyard.server.admission import Place
+from steelyard.server.client import Prompt, Terms
 from steelyard.server.collector import Collector, Update
+from steelyard.server.errors import DeadlineExceeded
 from steelyard.server.exchange import Exchange
 from steelyard.text.stream import TextStream
 from steelyard.wire.messages import Finished, Logprob
@@ -42,10 +43,10 @@ class Choice:
         self.index = index
         self.end: Finished | None = None
         self.stop_string_keep: int | None = None
+        self.num_tokens = 0
         self._stream = stream
         self._sampling = sampling
         self._stop_ids = stop_ids
-        self._num_tokens = 0
         self._num_sent = 0
         self._text_ended = False
         self._held = Chunk(index, "")
@@ -65,10 +66,10 @@ class Choice:
         if update.finished is not None and update.finished.reason == FinishReason.ERROR.value:
             raise RequestFailed(update.finished.message or "the engine could not finish this request")
         shown = self._shown(update.ids)
-        self._num_tokens += len(update.ids)
+        self.num_tokens += len(update.ids)
         self._held.ids += update.ids
         self._held.logprobs += update.logprobs
-        num_ready = self._num_tokens
+        num_ready = self.num_tokens
         if self._stream is not None:
             piece = self._stream.feed(shown)
             self._held.text += piece.text
@@ -87,7 +88,7 @@ class Choice:
         if self._sampling.include_stop_str_in_output:
             return ids
         for i, token in enumerate(ids):
-            if token in self._stop_ids and self._num_tokens + i + 1 >= self._sampling.min_tokens:
+            if token in self._stop_ids and self.num_tokens + i + 1 >= self._sampling.min_tokens:
                 return ids[:i]
         return ids
 
@@ -95,7 +96,7 @@ class Choice:
         if self._stream is not None:
             self._held.text += self._stream.finish()
         token = finished.stop_token
-        return self._last(finished.reason, token if token in self._sampling.stop_token_ids else None, self._num_tokens)
+        return self._last(finished.reason, token if token in self._sampling.stop_token_ids else None, self.num_tokens)
 
     def _last(self, reason: str, stop_reason: str | int | None, keep: int) -> Chunk:
         """The last chunk: the rest of the first `keep` tokens."""
@@ -124,7 +125,7 @@ class Run:
         exchange: Exchange,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        place: Reservation,
+        place: Place,
         continues: bool,
     ) -> None:
         self._exchange = exchange
@@ -141,13 +142,14 @@ class Run:
             Choice(index, self._text_stream(), sampling, stop_ids) for index in range(len(prompts) * sampling.n)
         ]
 
-    async def start(self, priority: int) -> None:
+    async def start(self, terms: Terms) -> None:
         """Submit. Raises what the engine refuses with, before any byte of a response."""
         exchange = self._exchange
         exchange.to(State.IN_ENGINE)
         self._collector = await exchange.service.client.submit(
-            self._prompts, self._sampling, priority=priority, arrived_ns=exchange.arrived_ns
+            self._prompts, self._sampling, terms, exchange.arrived_ns
         )
+        exchange.accepted = True
 
     async def __aenter__(self) -> Run:
         return self
@@ -158,6 +160,7 @@ class Run:
             return
         exchange = self._exchange
         exchange.service.client.close(collector)
+        self._place.num_output_tokens = sum(choice.num_tokens for choice in self._choices)
         if collector.last_end is not None:
             exchange.engine_ledger = collector.last_end.ledger
 
@@ -169,6 +172,8 @@ class Run:
         num_open = len(self._choices)
         while num_open:
             updates = await collector.take()
+            self._check_deadline(updates)
+            client.resume(collector)
             self._place.release(served=True)
             if collector.ended_ns:
                 self._exchange.to(State.DETOKENIZE, collector.ended_ns)
@@ -184,6 +189,12 @@ class Run:
                 self._exchange.to(State.STREAM)
             if ready:
                 yield ready
+
+    def _check_deadline(self, updates: Sequence[Update]) -> None:
+        """A deadline that passed before any token is an error; later it is how a choice ends."""
+        late = all(u.finished is not None and u.finished.reason == FinishReason.DEADLINE.value for u in updates)
+        if late and not any(update.ids for update in updates) and not any(c.num_tokens for c in self._choices):
+            raise DeadlineExceeded("the request's deadline passed before its first token was computed")
 
     async def whole(self) -> list[Chunk]:
         """Every choice in one chunk, in order of their numbers, once all have ended."""
@@ -225,3 +236,8 @@ class Run:
         if tokenizer is None:
             return None
         return TextStream.for_request(tokenizer, self._sampling, continues=self._continues)
+
+
+def max_output(sampling: SamplingParams, num_prompts: int = 1) -> int | None:
+    """The most tokens a request's choices can have together; None if it set no limit."""
+    return None if sampling.max_tokens is None else sampling.max_tokens * sampling.n * num_prompts

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from steelyard.config import ServerConfig
 from steelyard.core.sampling import SamplingParams
-from steelyard.errors import EngineDead, InvalidRequest
+from steelyard.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from steelyard.server.admission import Admission
-from steelyard.server.client import EngineClient
+from steelyard.server.client import EngineClient, Terms
 from steelyard.server.errors import ModelNotFound, ShuttingDown
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
+from steelyard.server.protocol import GenerationBody
+from steelyard.server.tenants import Tenant, Tenants
 from steelyard.wire.messages import Ready
 
 log = logging.getLogger("steelyard.server")
@@ -33,6 +35,7 @@ class Service:
     client: EngineClient
     prompts: Prompts
     metrics: Metrics
+    tenants: Tenants
     model_name: str
     eos_token_ids: frozenset[int]
     clock_ns: Callable[[], int]
@@ -50,6 +53,25 @@ class Service:
             raise ShuttingDown("the server is shutting down and takes no new requests")
         if self.client.death is not None:
             raise EngineDead(self.client.death)
+        if (stuck := self.client.stuck()) is not None:
+            raise EngineDead(stuck)
+
+    def terms(self, tenant: Tenant, body: GenerationBody) -> Terms:
+        """On whose account a request runs. Raises InvalidRequest for a priority that would have no effect."""
+        if body.priority and self._ready.config.get("scheduling_policy") != "priority":
+            raise InvalidRequest(
+                "priority: this server serves first come, first served; it is started with "
+                "--scheduling-policy priority, or leave the field out",
+                param="priority",
+                code="unsupported_parameter",
+            )
+        return Terms(
+            tenant=tenant.name,
+            namespace=self.tenants.namespace(tenant, body.cache_salt),
+            priority=tenant.priority if body.priority is None else body.priority,
+            first_token_ns=_ns(body.ttft_deadline_ms),
+            deadline_ns=_ns(body.deadline_ms),
+        )
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is what is served here, or not given."""
@@ -66,6 +88,30 @@ class Service:
         if sampling.stop and self.prompts.tokenizer is None:
             raise InvalidRequest("stop: this server makes token ids, not text; use stop_token_ids", param="stop")
 
+    def limited(self, sampling: SamplingParams, prompt_lens: list[int]) -> SamplingParams:
+        """Sampling with a max_tokens within the operator's limits, if it was not given.
+
+        Raises ContextLengthExceeded, with the numbers and the limit's flag, for what was asked and is over one.
+        """
+        config, longest = self.config, max(prompt_lens)
+        asked = sampling.max_tokens
+        if config.max_input_tokens is not None and longest > config.max_input_tokens:
+            raise _over(f"the prompt has {longest} tokens", config.max_input_tokens, "--max-input-tokens", "prompt")
+        most = config.max_output_tokens
+        if most is not None and asked is not None and asked > most:
+            raise _over(f"max_tokens is {asked}", most, "--max-output-tokens", "max_tokens")
+        total = config.max_total_tokens
+        if total is not None:
+            if longest + (asked or 1) > total:
+                param = "prompt" if longest >= total else "max_tokens"
+                what = f"the prompt has {longest} tokens and max_tokens is {asked or 'at least 1'}"
+                raise _over(what, total, "--max-total-tokens", param)
+            most = min(total - longest, most) if most is not None else total - longest
+        if asked is None and most is not None:
+            room = self.max_request_tokens - longest
+            return replace(sampling, max_tokens=max(min(most, room), 1))
+        return sampling
+
     @property
     def max_request_tokens(self) -> int:
         """Prompt and output of one request: what context and KV pool allow."""
@@ -81,3 +127,13 @@ class Service:
         ready = self.client.info
         assert ready is not None, "the server takes requests only after the engine is ready"
         return ready
+
+
+def _over(what: str, limit: int, flag: str, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{what}, but this server's limit is {limit} ({flag}); shorten the prompt or lower max_tokens", param=param
+    )
+
+
+def _ns(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else int(milliseconds * 1e6)

@@ -12,11 +12,10 @@ import msgspec
 
 from steelyard.core.timed import State
 from steelyard.server import sse
-from steelyard.server.body import decode
 from steelyard.server.exchange import Exchange
 from steelyard.server.logprobs import TokenNames, chat_logprobs
 from steelyard.server.protocol import ChatBody, chat_sampling, given, unsupported_fields
-from steelyard.server.run import Chunk, Run
+from steelyard.server.run import Chunk, Run, max_output
 
 _DECODER = msgspec.json.Decoder(ChatBody)
 _UNSUPPORTED = unsupported_fields(ChatBody)
@@ -25,11 +24,12 @@ _UNSUPPORTED = unsupported_fields(ChatBody)
 async def chat_completions(exchange: Exchange, raw: bytes) -> None:
     """Serve one request; raises SteelyardError for what the client must hear."""
     service = exchange.service
-    body = decode(_DECODER, raw, _UNSUPPORTED)
+    body = exchange.decode(_DECODER, raw, _UNSUPPORTED)
     service.check_model(body.model)
+    terms = service.terms(exchange.tenant, body)
     sampling = chat_sampling(body)
     service.check_sampling(sampling)
-    with service.admission.reserve() as place:
+    with service.admission.reserve(exchange.tenant) as place:
         exchange.to(State.TOKENIZE)
         text = service.prompts.render(
             body.messages,
@@ -37,11 +37,13 @@ async def chat_completions(exchange: Exchange, raw: bytes) -> None:
             continue_final_message=body.continue_final_message,
             kwargs=body.chat_template_kwargs,
         )
-        prompt = await service.prompts.from_text(text, given(body.add_special_tokens, False), "messages")
-        place.add_tokens(len(prompt.ids))
+        special = given(body.add_special_tokens, False)
+        prompt = await service.prompts.from_text(text, special, "messages", terms.namespace)
+        sampling = service.limited(sampling, [len(prompt.ids)])
+        place.add_tokens(len(prompt.ids), max_output(sampling))
         continues = bool(body.continue_final_message)
         async with Run(exchange, [prompt], sampling, place, continues) as run:
-            await run.start(given(body.priority, 0))
+            await run.start(terms)
             reply = _Reply(exchange, body, run)
             await (reply.stream() if body.stream else reply.whole())
 

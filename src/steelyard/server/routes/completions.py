@@ -12,7 +12,6 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.core.timed import State
 from steelyard.errors import InvalidRequest
 from steelyard.server import sse
-from steelyard.server.body import decode
 from steelyard.server.client import Prompt
 from steelyard.server.exchange import Exchange
 from steelyard.server.logprobs import CompletionLogprobs, TokenNames
@@ -25,7 +24,7 @@ from steelyard.server.protocol import (
     prompts_of,
     unsupported_fields,
 )
-from steelyard.server.run import Chunk, Run
+from steelyard.server.run import Chunk, Run, max_output
 from steelyard.server.service import Service
 
 _DECODER = msgspec.json.Decoder(CompletionBody)
@@ -36,32 +35,35 @@ _OBJECT = "text_completion"
 async def completions(exchange: Exchange, raw: bytes) -> None:
     """Serve one request; raises SteelyardError for what the client must hear."""
     service = exchange.service
-    body = decode(_DECODER, raw, _UNSUPPORTED)
+    body = exchange.decode(_DECODER, raw, _UNSUPPORTED)
     service.check_model(body.model)
+    terms = service.terms(exchange.tenant, body)
     sampling = completion_sampling(body)
     service.check_sampling(sampling)
-    with service.admission.reserve() as place:
+    with service.admission.reserve(exchange.tenant) as place:
         exchange.to(State.TOKENIZE)
-        prompts = await _prompts(service, body, sampling.n)
-        place.add_tokens(sum(len(prompt.ids) for prompt in prompts))
+        prompts = await _prompts(service, body, sampling.n, terms.namespace)
+        sampling = service.limited(sampling, [len(prompt.ids) for prompt in prompts])
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=_default_max_tokens(service, prompts, sampling))
+        place.add_tokens(sum(len(prompt.ids) for prompt in prompts), max_output(sampling, len(prompts)))
         async with Run(exchange, prompts, sampling, place, continues=True) as run:
-            await run.start(given(body.priority, 0))
+            await run.start(terms)
             reply = _Reply(exchange, body, run)
             await (reply.stream() if body.stream else reply.whole())
 
 
-async def _prompts(service: Service, body: CompletionBody, n: int) -> list[Prompt]:
+async def _prompts(service: Service, body: CompletionBody, n: int, namespace: bytes) -> list[Prompt]:
     asked = prompts_of(body)
     if len(asked) * n > MAX_CHOICES:
         raise InvalidRequest(f"prompt: {len(asked)} prompts times n = {n} are over {MAX_CHOICES}", param="prompt")
     prompts: list[Prompt] = []
     for item in asked:
         if isinstance(item, str):
-            prompts.append(await service.prompts.from_text(item, given(body.add_special_tokens, True), "prompt"))
+            special = given(body.add_special_tokens, True)
+            prompts.append(await service.prompts.from_text(item, special, "prompt", namespace))
         else:
-            prompts.append(await service.prompts.from_ids(item, "prompt"))
+            prompts.append(await service.prompts.from_ids(item, "prompt", namespace))
     return prompts
 
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from steelyard.server.exposition import CONTENT_TYPE
 from steelyard.server.responses import json_response
 from steelyard.server.service import Service
+from steelyard.server.tenants import check_operator
 
 
 class Health:
@@ -28,5 +29,7 @@ class Health:
 
     async def metrics(self, request: Request) -> Response:
         service, client = self._service, self._service.client
+        if not service.config.public_metrics:
+            check_operator(request.state.tenant)
         page = service.metrics.page(service.model_name, client.info, client.status, service.unhealthy())
         return Response(page, media_type=None, headers={"content-type": CONTENT_TYPE})

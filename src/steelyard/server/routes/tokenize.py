@@ -8,7 +8,6 @@ import msgspec
 
 from steelyard.errors import InvalidRequest
 from steelyard.server import sse
-from steelyard.server.body import decode
 from steelyard.server.exchange import Exchange
 from steelyard.server.logprobs import TokenNames
 from steelyard.server.protocol import DetokenizeBody, TokenizeBody, given
@@ -20,7 +19,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 async def tokenize(exchange: Exchange, raw: bytes) -> None:
     """Ids of a prompt or of rendered messages. The text may be as long as the context, as for a completion."""
     service = exchange.service
-    body = decode(_TOKENIZE, raw)
+    body = exchange.decode(_TOKENIZE, raw)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
@@ -44,7 +43,7 @@ async def tokenize(exchange: Exchange, raw: bytes) -> None:
 async def detokenize(exchange: Exchange, raw: bytes) -> None:
     """The text of ids, special tokens included unless asked otherwise."""
     service = exchange.service
-    body = decode(_DETOKENIZE, raw)
+    body = exchange.decode(_DETOKENIZE, raw)
     service.check_model(body.model)
     tokenizer = service.prompts.need_tokenizer("tokens")
     service.prompts.check_ids(body.tokens, "tokens")

@@ -1,0 +1,153 @@
+"""The HTTP server's flags, and the file that may stand for them. Names are vLLM's where the meaning is the same."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from steelyard.cli.options import parse_size
+from steelyard.config import LOG_FORMATS, ServerConfig
+from steelyard.errors import StartError
+
+_SECONDS: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
+_TOKENS: dict[str, Any] = {"type": int, "metavar": "TOKENS"}
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of ServerConfig. A flag that is not given leaves its field's default."""
+    parser.add_argument("--config", metavar="FILE", help="TOML with these flags' names; the command line goes first")
+    _add_listening(parser)
+    _add_limits(parser)
+    _add_access(parser)
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The flags as a ServerConfig. Raises StartError for a value out of range."""
+    given = {f.name: getattr(args, f.name) for f in fields(ServerConfig) if hasattr(args, f.name)}
+    for name in ("api_key", "allowed_origins"):
+        if name in given:
+            given[name] = tuple(given[name])
+    return ServerConfig(**given)
+
+
+def with_file(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> argparse.Namespace:
+    """`args`, and what the file named by --config says where they say nothing. Raises StartError."""
+    if getattr(args, "config", None) is None:
+        return args
+    path = Path(args.config)
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StartError(f"--config {path}: {error}") from None
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    try:
+        found, rest = parser.parse_known_args(_words(values))
+    except argparse.ArgumentError as error:
+        raise StartError(f"--config {path}: {error}") from None
+    if rest:
+        raise StartError(f"--config {path}: no such flag: {' '.join(rest)}")
+    given = {name: value for name, value in vars(found).items() if value is not None}
+    return argparse.Namespace(**{**given, **vars(args)})
+
+
+def _words(values: dict[str, object]) -> list[str]:
+    """A TOML table as the words of a command line."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(f"--no-{flag[2:]}")
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [f"{flag}={value}"]
+    return words
+
+
+def _add_listening(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server", argument_default=argparse.SUPPRESS).add_argument
+    add("--host", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, help="0: any that is free (default: 8000)")
+    add("--uds", metavar="PATH", help="listen on a UNIX socket, for this user only, and not on a port")
+    add("--root-path", metavar="PATH", help="what a proxy in front takes off the path, such as /llm")
+    add("--ssl-keyfile", metavar="FILE", help="serve HTTPS with this key")
+    add("--ssl-certfile", metavar="FILE", help="and this certificate")
+    add("--ssl-ca-certs", metavar="FILE", help="ask clients for a certificate of one of these authorities")
+    add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (default: its own)")
+    add("--log-format", choices=LOG_FORMATS, help="of what this process logs (default: text)")
+    add(
+        "--stall-limit",
+        dest="stall_limit_s",
+        help="without a step making progress, before /health says 503 and requests end (default: 20)",
+        **_SECONDS,
+    )
+    add(
+        "--shutdown-timeout",
+        dest="shutdown_timeout_s",
+        help="for running requests to finish after SIGTERM; a second one ends them (default: 30)",
+        **_SECONDS,
+    )
+    add(
+        "--enable-prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        help="cached tokens in usage (default: on)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits", argument_default=argparse.SUPPRESS).add_argument
+    add("--max-input-tokens", help="prompt of one request", **_TOKENS)
+    add("--max-output-tokens", help="output of one choice", **_TOKENS)
+    add("--max-total-tokens", help="prompt and output of one request", **_TOKENS)
+    add("--max-num-queued-reqs", type=int, metavar="N", help="requests that may wait for their first token")
+    add("--max-num-queued-tokens", help="prompt tokens that may wait", **_TOKENS)
+    add("--max-body-bytes", type=parse_size, metavar="SIZE", help="largest request body (default: 8MiB)")
+    add("--max-header-bytes", type=parse_size, metavar="SIZE", help="of a request's line and headers (default: 64KiB)")
+    add("--max-header-count", type=int, metavar="N", help="headers of a request (default: 128)")
+    add("--header-timeout", dest="header_timeout_s", help="for a request's headers to come (default: 20)", **_SECONDS)
+    add("--body-timeout", dest="body_timeout_s", help="for a request's body to come (default: 60)", **_SECONDS)
+    add(
+        "--slow-client-timeout",
+        dest="slow_client_timeout_s",
+        help="for a reader that takes nothing of its stream (default: 60)",
+        **_SECONDS,
+    )
+    add(
+        "--ignore-unknown-fields",
+        action=argparse.BooleanOptionalAction,
+        help="name them in a header in place of refusing them (default: off)",
+    )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("access", argument_default=argparse.SUPPRESS).add_argument
+    add("--tenants", metavar="FILE", help="TOML with tenants, their keys and limits; see `steelyard keys`")
+    add("--api-key", nargs="+", metavar="KEY", help="of an operator; a file is safer: other users can read arguments")
+    add("--api-key-file", metavar="FILE", help="the same, one key a line")
+    add(
+        "--public-metrics",
+        action=argparse.BooleanOptionalAction,
+        help="/metrics needs no key (default: an operator's)",
+    )
+    add("--allowed-origins", nargs="+", type=_origins, action=_Origins, metavar="ORIGIN", help="pages that may ask")
+
+
+def _origins(text: str) -> list[str]:
+    """One origin, or a JSON list of them as vLLM takes it."""
+    found = json.loads(text) if text.startswith("[") else [text]
+    if not isinstance(found, list) or not all(isinstance(origin, str) for origin in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an origin nor a JSON list of them")
+    return found
+
+
+class _Origins(argparse.Action):
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None) -> None:
+        setattr(namespace, self.dest, [origin for group in values for origin in group])

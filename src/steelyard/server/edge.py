@@ -1,0 +1,92 @@
+"""The outermost application: what is true of every request, before any route sees it.
+
+    CORS preflight -> declared body size (413) -> key (401) -> route; every response carries x-request-id
+
+Only the response's first message is touched: an event of a stream costs one more call and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from steelyard.errors import SteelyardError
+from steelyard.server.body import declared_bytes, too_large
+from steelyard.server.errors import error_body, error_headers
+from steelyard.server.service import Service
+
+Header = tuple[bytes, bytes]
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_OPEN_PATHS = frozenset({"/health", "/live"})
+
+
+class Edge:
+    """Wraps the router. Puts `tenant` and `request_id` into the scope's state."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        config = service.config
+        self._origins = frozenset(origin.encode() for origin in config.allowed_origins)
+        self._open_paths = _OPEN_PATHS | ({"/metrics"} if config.public_metrics else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "this server speaks HTTP only"
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        asked_id = headers.get(b"x-request-id", b"")
+        request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex.encode()
+        extra: list[Header] = [(b"x-request-id", request_id), *self._cors(headers)]
+        if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and len(extra) > 1:
+            await _respond(send, 204, [*extra, *_preflight(headers)], b"")
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        try:
+            declared = declared_bytes(headers.get(b"content-length", b""))
+            if declared is not None and declared > self._service.config.max_body_bytes:
+                raise too_large(self._service.config.max_body_bytes)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            state["tenant"] = None
+            if path not in self._open_paths:
+                state["tenant"] = self._service.tenants.identify(headers.get(b"authorization"))
+        except SteelyardError as error:
+            self._service.metrics.rejections.add(1, error.code)
+            await _respond(send, error.status, [*extra, *error_headers(error)], error_body(error))
+            return
+
+        async def send_with(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        await self._app(scope, receive, send_with)
+
+    def _cors(self, headers: dict[bytes, bytes]) -> list[Header]:
+        """What allows a page of this origin to read the response; nothing for one that is not allowed."""
+        origin = headers.get(b"origin")
+        if origin is None or not (origin in self._origins or b"*" in self._origins):
+            return []
+        shown = b"*" if b"*" in self._origins else origin
+        return [
+            (b"access-control-allow-origin", shown),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"vary", b"origin"),
+        ]
+
+
+def _preflight(headers: dict[bytes, bytes]) -> Iterable[Header]:
+    yield b"access-control-allow-methods", b"GET, POST"
+    yield b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"authorization")
+    yield b"access-control-max-age", b"600"
+
+
+async def _respond(send: Send, status: int, headers: list[Header], body: bytes) -> None:
+    kind = [(b"content-type", b"application/json")] if body else []
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*kind, length, *headers]})
+    await send({"type": "http.response.body", "body": body})
