@@ -5,36 +5,48 @@ from __future__ import annotations
 import pytest
 import torch
 
+from steelyard.kernels.backend import Stored
 from steelyard.kernels.cpu_linear import FEW_ROWS, PackedWeight, linear, pack
 
 
-def four_bit(kind: str, unused_levels: bool) -> torch.Tensor:
-    """[48, 96] as a file of that kind would hold it: blocks of 32 with a step, and an offset or not."""
+def four_bit(num_rows: int = 48, num_inputs: int = 96) -> tuple[torch.Tensor, Stored]:
+    """A weight of random levels, and how a file of a 4-bit kind would hold it."""
+    levels = torch.randint(0, 16, (num_rows, num_inputs), dtype=torch.uint8)
+    step = torch.rand(num_rows, num_inputs // 32) * 0.02 + 0.001
+    low = torch.rand(num_rows, num_inputs // 32) * -0.2
+    weight = levels.float() * step.repeat_interleave(32, 1) + low.repeat_interleave(32, 1)
+    return weight, Stored("Q4_1", lambda: (levels, step, low))
+
+
+def held(packed: PackedWeight, num_inputs: int) -> torch.Tensor:
+    """The weight that products with few rows see."""
+    unit = torch.eye(num_inputs)
+    columns = [linear(unit[i : i + FEW_ROWS], packed, None) for i in range(0, num_inputs, FEW_ROWS)]
+    return torch.cat(columns).T
+
+
+def test_four_bit_weights_lose_no_more_than_bfloat16_does() -> None:
     torch.manual_seed(4)
-    levels = torch.randint(2 if unused_levels else 0, 14 if unused_levels else 16, (48, 3, 32)).float()
-    step = torch.rand(48, 3, 1) * 0.02 + 0.001
-    if kind == "Q4_0":
-        levels[..., 0] = 0
-        return ((levels - 8) * step).view(48, 96)
-    return (levels * step - torch.rand(48, 3, 1) * 0.2).view(48, 96)
-
-
-@pytest.mark.parametrize("unused_levels", [False, True])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_four_bit_weights_lose_no_more_than_bfloat16_does(kind: str, unused_levels: bool) -> None:
-    weight = four_bit(kind, unused_levels)
-    packed = pack(weight.bfloat16(), {kind})
+    weight, stored = four_bit()
+    packed = pack(weight.bfloat16(), [stored])
     assert isinstance(packed, PackedWeight) and packed.bits == 4
-    unit = torch.eye(96)
-    held = torch.cat([linear(unit[i : i + FEW_ROWS], packed, None) for i in range(0, 96, FEW_ROWS)]).T
     span = weight.view(48, 3, 32).abs().amax(-1, keepdim=True)
-    assert ((held - weight).view(48, 3, 32).abs() / span).max() < 0.02
+    assert ((held(packed, 96) - weight).view(48, 3, 32).abs() / span).max() < 0.01
+
+
+def test_parts_of_a_fused_weight_are_packed_in_their_order() -> None:
+    torch.manual_seed(5)
+    parts = [four_bit(rows) for rows in (32, 16, 16)]
+    weight = torch.cat([weight for weight, _ in parts])
+    packed = pack(weight.bfloat16(), [stored for _, stored in parts])
+    assert isinstance(packed, PackedWeight) and packed.bits == 4
+    assert (held(packed, 96) - weight).norm() / weight.norm() < 0.01
 
 
 def test_eight_bit_weights_and_bias() -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(40, 64), torch.randn(40), torch.randn(3, 64)
-    packed = pack(weight.bfloat16(), {"Q8_0", "Q4_1"})
+    packed = pack(weight.bfloat16(), [Stored("Q8_0"), Stored("Q4_1")])
     assert isinstance(packed, PackedWeight) and packed.bits == 8
     expected = x @ weight.T + bias
     assert (linear(x, packed, bias) - expected).norm() / expected.norm() < 0.02
@@ -42,19 +54,20 @@ def test_eight_bit_weights_and_bias() -> None:
 
 
 def test_few_and_many_rows_agree() -> None:
-    weight = four_bit("Q4_1", False)
-    packed, x = pack(weight.bfloat16(), {"Q4_1"}), torch.randn(FEW_ROWS + 5, 96)
+    torch.manual_seed(6)
+    weight, stored = four_bit()
+    packed, x = pack(weight.bfloat16(), [stored]), torch.randn(FEW_ROWS + 5, 96)
     many, few = linear(x, packed, None), linear(x[:FEW_ROWS], packed, None)
     assert (many[:FEW_ROWS] - few).norm() / few.norm() < 0.02
 
 
-@pytest.mark.parametrize("kinds", [{"F32"}, {"BF16", "Q4_1"}, set()], ids=str)
-def test_weights_not_stored_in_few_bits_are_not_packed(kinds: set[str]) -> None:
+@pytest.mark.parametrize("kinds", [["F32"], ["BF16", "Q4_1"], []], ids=str)
+def test_weights_not_stored_in_few_bits_are_not_packed(kinds: list[str]) -> None:
     weight = torch.randn(16, 32).bfloat16()
-    assert pack(weight, kinds) is weight
+    assert pack(weight, [Stored(kind) for kind in kinds]) is weight
 
 
 def test_float32_weights_are_never_packed_and_exact() -> None:
     weight, x = torch.randn(16, 32), torch.randn(2, 32)
-    assert pack(weight, {"Q4_1"}) is weight
+    assert pack(weight, [Stored("Q4_1")]) is weight
     assert torch.equal(linear(x, weight, None), x @ weight.T)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard.models.quant import FORMATS, dequantize
+from steelyard.models.quant import FORMATS, LEVELS, dequantize, levels
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
@@ -20,6 +20,19 @@ def test_every_block_format_equals_the_gguf_library_bit_for_bit(kind: str) -> No
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
     ours = dequantize(torch.from_numpy(packed).flatten(), kind, (rows, blocks_per_row * block.block_len))
     assert np.array_equal(ours.numpy().view(np.uint32), expected.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", sorted(LEVELS))
+def test_levels_times_step_plus_low_is_the_weight(kind: str) -> None:
+    block = FORMATS[kind]
+    rng = np.random.default_rng(8)
+    packed = _finite_scales(rng.integers(0, 256, (9, 2 * block.block_bytes), dtype=np.uint8), kind)
+    shape = (9, 2 * block.block_len)
+    quants, step, low = levels(torch.from_numpy(packed).flatten(), kind, shape)
+    assert quants.dtype == torch.uint8 and int(quants.max()) == 15
+    found = quants.float() * step.repeat_interleave(32, 1) + low.repeat_interleave(32, 1)
+    span = 15 * step.abs().repeat_interleave(32, 1) + low.abs().repeat_interleave(32, 1)
+    assert ((found - dequantize(torch.from_numpy(packed).flatten(), kind, shape)).abs() <= 1e-6 * span).all()
 
 
 def _finite_scales(packed: np.ndarray, kind: str) -> np.ndarray:

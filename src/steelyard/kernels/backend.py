@@ -6,7 +6,8 @@ decoder --> Backend.linear, rms_norm, rotate, gated ...   one object a device, g
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -17,6 +18,19 @@ from steelyard.kernels.sampling import Controls
 
 Weight: TypeAlias = Any
 """A tensor, or what the same backend's `pack` made of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a checkpoint holds some rows of a weight.
+
+    kind    "F32", "BF16", "Q4_1", ...
+    levels  of 4-bit kinds, read when called: (levels uint8 [N, K] of 0 to 15, step float32 [N, K / 32], low float32
+            [N, K / 32]), weight = level * step + low in groups of 32 along K
+    """
+
+    kind: str
+    levels: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 class Fusions(Protocol):
@@ -80,8 +94,8 @@ class Backend(Protocol):
         """What activations and KV are held in beside weights of this dtype."""
         ...
 
-    def pack(self, weight: Tensor, kinds: Set[str]) -> Weight:
-        """The form of a loaded weight [N, K] that `linear` is fastest with; `kinds`: how its parts were stored."""
+    def pack(self, weight: Tensor, stored: Sequence[Stored]) -> Weight:
+        """The form of a loaded weight [N, K] that `linear` is fastest with; `stored`: its parts, from row 0 on."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from steelyard.kernels import cpu_linear
 from steelyard.kernels.attention import Attention
-from steelyard.kernels.backend import Fusions
+from steelyard.kernels.backend import Fusions, Stored
 from steelyard.kernels.cpu_attention import CpuAttention
 from steelyard.kernels.sampling import Controls, choose
 
@@ -28,9 +28,9 @@ class CpuBackend:
         """float32 beside narrow weights: only products gain from 16 bits here, every other operator loses."""
         return torch.promote_types(weights, torch.float32)
 
-    def pack(self, weight: Tensor, kinds: Set[str]) -> cpu_linear.Weight:
+    def pack(self, weight: Tensor, stored: Sequence[Stored]) -> cpu_linear.Weight:
         """See Backend.pack."""
-        return cpu_linear.pack(weight, kinds)
+        return cpu_linear.pack(weight, stored)
 
     def linear(self, x: Tensor, weight: cpu_linear.Weight, bias: Tensor | None = None) -> Tensor:
         """See Backend.linear."""

@@ -3,13 +3,13 @@
     rows <= FEW_ROWS   reading the weight is the cost: 4 or 8 bits an element, unpacked in registers
     more               arithmetic is the cost: bfloat16 matrix units (AMX) where the CPU has them
 
-A weight is packed only if its checkpoint holds it in blocks of that few bits, so packing rounds scales to bfloat16
-and takes nothing else away. Activations stay float32 outside the products.
+A weight is packed only if its checkpoint holds it in blocks of that few bits. Four bits are packed from the stored
+levels themselves: scales are rounded to bfloat16 and nothing else is taken away. Eight bits get one scale a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from steelyard.kernels.backend import Stored
+
 FEW_ROWS = 4
 GROUP = 32
-MISFIT = 0.1  # of a step: more than rounding to bfloat16 moves a value
-INT4_KINDS = frozenset({"Q4_0", "Q4_1"})
+CHUNK_ROWS = 512
 INT8_KINDS = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
 
 
@@ -37,40 +38,38 @@ class PackedWeight:
 Weight: TypeAlias = Tensor | PackedWeight
 
 
-def pack(weight: Tensor, kinds: Set[str]) -> Weight:
-    """The packed form of a bfloat16 weight [N, K] whose parts were stored as `kinds`; itself where none fits."""
-    if weight.dtype != torch.bfloat16 or not kinds:
+def pack(weight: Tensor, stored: Sequence[Stored]) -> Weight:
+    """The packed form of a bfloat16 weight [N, K] whose rows were stored so; itself where none fits."""
+    if weight.dtype != torch.bfloat16 or not stored:
         return weight
-    if kinds <= INT4_KINDS and weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0:
-        return PackedWeight(weight, *pack_int4(weight), 4)
-    if kinds <= INT8_KINDS:
+    if weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0 and all(part.levels for part in stored):
+        return PackedWeight(weight, *pack_int4(stored), 4)
+    if all(part.kind in INT8_KINDS for part in stored):
         return PackedWeight(weight, *pack_int8(weight), 8)
     return weight
 
 
-def pack_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(packed, scales and zeros bfloat16 [K / 32, N, 2]): groups of 32 along K, w = (q - 8) scale + zero.
-
-    A block of 4-bit source values has at most 16 evenly spaced levels: its least and greatest value give the step,
-    unless fewer levels lie between them; then the finest step that puts every value on a level is looked for.
-    """
-    groups = weight.float().view(weight.shape[0], -1, GROUP)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    step = ((high - low) / 15).clamp(min=1e-8)
-    odd = _misfit(groups, low, step)[..., 0] > MISFIT
-    step[odd] = _step_of(groups[odd], low[odd], step[odd], high[odd])
-    levels = ((groups - low) / step).round().clamp(0, 15)
-    packed = torch._convert_weight_to_int4pack_for_cpu(levels.view(weight.shape).to(torch.int32), 1)
-    scales = torch.cat([step, low + 8 * step], dim=-1).transpose(0, 1).contiguous()
-    return packed, scales.to(torch.bfloat16)
+def pack_int4(stored: Sequence[Stored]) -> tuple[Tensor, Tensor]:
+    """(packed, scales and zeros bfloat16 [K / 32, N, 2]): groups of 32 along K, w = (level - 8) scale + zero."""
+    parts = [part.levels() for part in stored if part.levels is not None]
+    levels, step, low = (torch.cat(some) if len(parts) > 1 else some[0] for some in zip(*parts, strict=True))
+    packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32), 1)
+    scales = torch.empty(step.shape[1], step.shape[0], 2, dtype=torch.bfloat16)
+    scales[..., 0] = step.T
+    scales[..., 1] = torch.add(low, step, alpha=8).T
+    return packed, scales
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 [N, K], scales bfloat16 [N]): symmetric, a scale a row."""
-    wide = weight.float()
-    scales = (wide.abs().amax(-1) / 127).clamp(min=1e-12).to(torch.bfloat16)
-    levels = (wide / scales.float()[:, None]).round().clamp(-127, 127)
-    return levels.to(torch.int8), scales
+    packed = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], dtype=torch.bfloat16)
+    for first in range(0, weight.shape[0], CHUNK_ROWS):  # so that the passes over a chunk stay in a core's cache
+        wide = weight[first : first + CHUNK_ROWS].float()
+        scale = torch.linalg.vector_norm(wide, torch.inf, dim=-1).div_(127).clamp_(min=1e-12).to(torch.bfloat16)
+        scales[first : first + CHUNK_ROWS] = scale
+        packed[first : first + CHUNK_ROWS] = wide.div_(scale.float()[:, None]).round_().clamp_(-127, 127)
+    return packed, scales
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -88,20 +87,3 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         product = torch._weight_int8pack_mm(narrow, weight.packed, weight.scales)
     product = product.to(x.dtype)
     return product if bias is None else product.add_(bias)
-
-
-def _step_of(groups: Tensor, low: Tensor, step: Tensor, high: Tensor) -> Tensor:
-    """The step [n, 1] for groups [n, 32] whose values leave the outer levels unused."""
-    best = _misfit(groups, low, step)
-    for num_steps in range(14, 4, -1):
-        wider = ((high - low) / num_steps).clamp(min=1e-8)
-        misfit = _misfit(groups, low, wider)
-        better = misfit < 0.5 * best
-        step, best = torch.where(better, wider, step), torch.where(better, misfit, best)
-    return step
-
-
-def _misfit(groups: Tensor, low: Tensor, step: Tensor) -> Tensor:
-    """How far a group's worst value lies from a level, in steps."""
-    at = (groups - low) / step
-    return (at - at.round()).abs().amax(-1, keepdim=True)

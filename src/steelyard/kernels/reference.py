@@ -6,13 +6,13 @@ Not for serving. Every function works in any float dtype; float64 inputs give th
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from steelyard.kernels.attention import Attention, AttnSpec, Batch, KvLayer
-from steelyard.kernels.backend import Fusions
+from steelyard.kernels.backend import Fusions, Stored
 from steelyard.kernels.sampling import Controls
 
 
@@ -149,7 +149,7 @@ class ReferenceBackend:
         """See Backend.activation_dtype."""
         return weights
 
-    def pack(self, weight: Tensor, kinds: Set[str]) -> Tensor:
+    def pack(self, weight: Tensor, stored: Sequence[Stored]) -> Tensor:
         """See Backend.pack."""
         return weight
 

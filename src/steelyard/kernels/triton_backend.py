@@ -6,14 +6,14 @@ it; more tokens go through cuBLAS.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from steelyard.kernels.attention import Attention, KvLayer
-from steelyard.kernels.backend import Fusions
+from steelyard.kernels.backend import Fusions, Stored
 from steelyard.kernels.sampling import Controls
 from steelyard.kernels.triton_act import gated
 from steelyard.kernels.triton_linear import MAX_GEMV_COLUMNS, Fused, gemv
@@ -95,7 +95,7 @@ class TritonBackend:
         """See Backend.activation_dtype."""
         return weights
 
-    def pack(self, weight: Tensor, kinds: Set[str]) -> Tensor:
+    def pack(self, weight: Tensor, stored: Sequence[Stored]) -> Tensor:
         """See Backend.pack."""
         return weight
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from steelyard.kernels.backend import Weight
+from steelyard.kernels.backend import Stored, Weight
 from steelyard.layers.linear import Place, Target
 
 
@@ -43,9 +43,9 @@ class Head:
         self.divisor = divisor
         self.softcap = softcap
 
-    def pack(self, kinds: Set[str]) -> None:
+    def pack(self, stored: Sequence[Stored]) -> None:
         """See Linear.pack."""
-        self.packed = self.backend.pack(self.weight, kinds)
+        self.packed = self.backend.pack(self.weight, stored)
 
     def __call__(self, hidden: Tensor, as_computed: bool = False) -> Tensor:
         """[S, H] -> float32 [S, V] (float64 in a float64 model).

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from steelyard.kernels.backend import Backend, Weight
+from steelyard.kernels.backend import Backend, Stored, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class Linear:
     def of_normed(self, x: Tensor, norm: tuple[Tensor, float], activation: str | None = None) -> Tensor:
         """The product of norm(x), gated if an activation is named, in one operator; norm: (weight, eps)."""
         assert self.backend.fusions is not None
-        return self.backend.fusions.product(x, self.weight, bias=self.bias, norm=norm, activation=activation)
+        return self.backend.fusions.product(x, self.packed, bias=self.bias, norm=norm, activation=activation)
 
     def add_to(self, stream: Tensor, x: Tensor) -> None:
         """stream [T, N] += the product of x, in one operator of the backend."""
         assert self.backend.fusions is not None
-        self.backend.fusions.product(x, self.weight, bias=self.bias, add_to=stream)
+        self.backend.fusions.product(x, self.packed, bias=self.bias, add_to=stream)
 
-    def pack(self, kinds: Set[str]) -> None:
-        """After loading: let the backend choose the weight's form. `kinds`: how the checkpoint stores its parts."""
-        self.packed = self.backend.pack(self.weight, kinds)
+    def pack(self, stored: Sequence[Stored]) -> None:
+        """After loading: let the backend choose the weight's form. `stored`: see Backend.pack."""
+        self.packed = self.backend.pack(self.weight, stored)
 
     def targets(self, *names: str) -> dict[str, Target]:
         """Checkpoint name -> view. One name: a checkpoint that is fused already; else one name a part."""

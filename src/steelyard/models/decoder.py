@@ -15,7 +15,7 @@ from torch import Tensor
 from steelyard.layers.attention import HeadShape, SelfAttention
 from steelyard.layers.batch import StepBatch
 from steelyard.layers.embedding import Embedding, Head
-from steelyard.layers.linear import Linear, Place, Target
+from steelyard.layers.linear import Linear, Place, Stored, Target
 from steelyard.layers.mlp import GatedMlp, MixtureOfExperts
 from steelyard.layers.norm import RmsNorm
 from steelyard.layers.rotary import rotary_table
@@ -163,19 +163,21 @@ class Decoder:
             found[f"{config.head_name}.weight"] = Target(self.head.weight)
         return found
 
-    def pack(self, kinds: Mapping[str, str]) -> None:
-        """After loading: every product's weight in the form that is fastest here. `kinds`: name -> stored kind."""
-        stored: dict[int, set[str]] = {}
+    def pack(self, stored: Mapping[str, Stored]) -> None:
+        """After loading: every product's weight in the form that is fastest here; `stored` by checkpoint name."""
+        parts: dict[int, dict[int, Stored]] = {}
         for name, target in self.targets().items():
-            if name in kinds and target.view.dim() == 2:
-                stored.setdefault(target.view.untyped_storage().data_ptr(), set()).add(kinds[name])
+            if name in stored and target.view.dim() == 2:
+                place = target.view.untyped_storage().data_ptr()
+                parts.setdefault(place, {})[int(target.view.storage_offset())] = stored[name]
         products: list[Linear | Head] = [self.head]
         for layer in self.layers:
             products += [layer.attention.qkv, layer.attention.out]
             if isinstance(layer.mlp, GatedMlp):
                 products += [layer.mlp.gate_up, layer.mlp.down]
         for product in products:
-            product.pack(stored.get(product.weight.untyped_storage().data_ptr(), set()))
+            of_product = parts.get(product.weight.untyped_storage().data_ptr(), {})
+            product.pack([of_product[first] for first in sorted(of_product)])
 
     @property
     def weights_bytes(self) -> int:

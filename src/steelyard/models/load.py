@@ -15,14 +15,15 @@ from torch import Tensor
 
 from steelyard.checkpoint.entry import Checkpoint, TensorEntry
 from steelyard.errors import CheckpointError
-from steelyard.layers.linear import Target
+from steelyard.layers.linear import Stored, Target
 from steelyard.models.decoder import Decoder
 from steelyard.models.families import family_of
-from steelyard.models.quant import FORMATS, dequantize
+from steelyard.models.quant import FORMATS, LEVELS, dequantize, levels
 from steelyard.plan.shape import ModelShape
 
 PLAIN_KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK_ELEMENTS = 2**24
+UNPACKED_ELEMENTS = 2**18  # unpacking takes several passes: a chunk of this size stays in a core's cache
 NEVER_NEEDED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 DUMMY_STD = 0.02
 
@@ -50,7 +51,20 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
         if entry.file not in files:
             files[entry.file] = map_file(entry.file)
         copy_tensor(entry, files[entry.file], targets[name])
-    decoder.pack({name: entry.kind for name, entry in entries.items()})
+    decoder.pack({name: _stored(entry, files[entry.file]) for name, entry in entries.items()})
+
+
+def _stored(entry: TensorEntry, data: Tensor) -> Stored:
+    """What a backend may want to know of a tensor to pack it."""
+
+    def read() -> tuple[Tensor, Tensor, Tensor]:
+        parts = levels(data[entry.offset : entry.offset + entry.nbytes], entry.kind, entry.shape)
+        if entry.permuted_heads is None:
+            return parts
+        quants, step, low = (unpermute(part, entry.permuted_heads) for part in parts)
+        return quants, step, low
+
+    return Stored(entry.kind, read if entry.kind in LEVELS and len(entry.shape) == 2 else None)
 
 
 def check_complete(targets: Mapping[str, Target], entries: Mapping[str, TensorEntry]) -> None:
@@ -100,14 +114,15 @@ def copy_tensor(entry: TensorEntry, data: Tensor, target: Target) -> None:
             f"tensor {entry.source_name}: {entry.nbytes:,} bytes for shape {list(entry.shape)} of {entry.kind}, "
             f"which takes {expected:,}"
         )
-    at_once = rows if entry.permuted_heads else max(CHUNK_ELEMENTS // per_row, 1)
+    whole = rows // (entry.permuted_heads or rows)  # rows that move among themselves
+    at_once = whole * max((UNPACKED_ELEMENTS if entry.kind in FORMATS else CHUNK_ELEMENTS) // (per_row * whole), 1)
     offset = target.offset - entry.added
     for first in range(0, rows, at_once):
         some = view[first : first + at_once] if view.dim() else view
         piece = packed[first * (entry.nbytes // rows) :][: some.numel() // per_row * (entry.nbytes // rows)]
         values = _unpack(piece, entry.kind, tuple(some.shape))
         if entry.permuted_heads:
-            values = unpermute(values, entry.permuted_heads)
+            values = unpermute(values, some.shape[0] // whole)
         some.copy_(values if offset == 0.0 else values.to(torch.promote_types(some.dtype, torch.float32)) + offset)
 
 

@@ -34,6 +34,16 @@ def dequantize(packed: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     return block.unpack(packed.view(-1, block.block_bytes)).view(shape)
 
 
+def levels(packed: Tensor, kind: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor of a kind in LEVELS, not multiplied out: (levels uint8 [N, K], step and low float32 [N, K / 32]).
+
+    Its values are level * step + low in groups of 32.
+    """
+    blocks = packed.view(-1, FORMATS[kind].block_bytes)
+    quants, step, low = LEVELS[kind](blocks)
+    return quants.view(shape), step.view(shape[0], -1), low.view(shape[0], -1)
+
+
 def _halves(blocks: Tensor, first: int, count: int = 1) -> Tensor:
     """float16 numbers at byte `first` of every block, as float32 [n, count]."""
     return blocks[:, first : first + 2 * count].contiguous().view(torch.float16).float()
@@ -41,7 +51,11 @@ def _halves(blocks: Tensor, first: int, count: int = 1) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """uint8 [n, k] -> [n, 2 k]: all low nibbles, then all high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
+    num_bytes = packed.shape[1]
+    found = packed.new_empty(packed.shape[0], 2 * num_bytes)
+    torch.bitwise_and(packed, 15, out=found[:, :num_bytes])
+    torch.bitwise_right_shift(packed, 4, out=found[:, num_bytes:])
+    return found
 
 
 def _high_bits(blocks: Tensor, first: int) -> Tensor:
@@ -52,11 +66,11 @@ def _high_bits(blocks: Tensor, first: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
+    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
+    return _nibbles(blocks[:, 4:]).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -70,7 +84,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _halves(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
 
 
 def _bit_pairs(packed: Tensor) -> Tensor:
@@ -114,11 +128,15 @@ def _pairs_of_32(packed: Tensor) -> Tensor:
     return torch.cat([halves & 15, halves >> 4], dim=2).reshape(-1, 8, 32)
 
 
-def _k_blocks(blocks: Tensor, levels: Tensor) -> Tensor:
+def _k_steps(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Step and offset of each of a block's 8 groups; a weight is level * step - offset."""
     scales, lows = _six_bit_scales(blocks[:, 4:16])
-    steps = _halves(blocks, 0) * scales.float()
-    offsets = _halves(blocks, 2) * lows.float()
-    return (steps[..., None] * levels.float() - offsets[..., None]).view(-1, 256)
+    return _halves(blocks, 0) * scales.float(), _halves(blocks, 2) * lows.float()
+
+
+def _k_blocks(blocks: Tensor, quants: Tensor) -> Tensor:
+    steps, offsets = _k_steps(blocks)
+    return (steps[..., None] * quants.float() - offsets[..., None]).view(-1, 256)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -151,4 +169,25 @@ FORMATS: dict[str, BlockFormat] = {
     "Q4_K": BlockFormat(256, 144, _q4_k),
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
+}
+
+
+def _levels_of_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    step = _halves(blocks, 0)
+    return _nibbles(blocks[:, 2:]), step, -8 * step
+
+
+def _levels_of_q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _nibbles(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _levels_of_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    steps, offsets = _k_steps(blocks)
+    return _pairs_of_32(blocks[:, 16:]), steps, -offsets
+
+
+LEVELS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "Q4_0": _levels_of_q4_0,
+    "Q4_1": _levels_of_q4_1,
+    "Q4_K": _levels_of_q4_k,
 }
