@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from steelyard.ledger.step import Ints, Participants, shares
 MAX_STEPS = 4096
 NO_WORK = "no_work"
 CPU_LATE = "cpu_late"
+_ROW = itemgetter(0)
 _SAMPLING = frozenset(id(Want(bits)) for bits in range(32) if Want.TOKEN in Want(bits))
 
 
@@ -37,8 +40,7 @@ class Stay:
     again_until: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(NamedTuple):
     """A step that is over. `shares_ns` and `engine_ns` sum to `device_ns`; that and the gaps to its span.
 
     gaps_ns  time before the step in which the device ran none, by cause
@@ -126,11 +128,9 @@ class StepBook:
         self.commit_ns = now_ns
         self._fitter.add(load, device_ns)
         self._sum(device_ns, engine_ns, load.num_tokens, gaps_ns)
+        launch_ns = timing.launch_ns
         self.entries.append(
-            StepEntry(
-                *(step_id, found, load, rates, timing.launch_ns, now_ns),
-                *(device_ns, gaps_ns, charged, engine_ns, timing),
-            )
+            StepEntry(step_id, found, load, rates, launch_ns, now_ns, device_ns, gaps_ns, charged, engine_ns, timing)
         )
         if len(self.stays) > 2 * MAX_STEPS and len(self.entries) == MAX_STEPS:
             self._forget()
@@ -150,30 +150,27 @@ class StepBook:
     # inside
 
     def _participants(self, plan: StepPlan) -> tuple[tuple[int, ...], Ints, Participants]:
-        rows, starts, news, wants, _ = zip(*plan.work)
         last = self._last
-        if last is not None and not plan.enter and last[0] == rows and news.count(1) == len(news):
-            before = last[2]
-            goes_on = before.starts + before.num_new
-            if before.is_decode.all():  # every row goes on with one token, as it did before
-                ones, none = before.num_new, before.num_again
-                found = Participants(before.owners, goes_on, ones, before.is_decode, none, before.sampled)
-                return rows, last[1], found
+        rows = tuple(map(_ROW, plan.work))
+        if last is not None and last[2].plain and last[0] == rows and not plan.enter:
+            before = last[2]  # every row goes on with one token, as it did before
+            return rows, last[1], before._replace(starts=before.starts + 1)
+        _, starts, news, wants, _ = zip(*plan.work)
         array = np.array(rows, np.int64)
         start, num_new = np.array(starts, np.int64), np.array(news, np.int64)
         again = np.minimum(self._again[array], start + num_new) - start
-        return (
-            rows,
-            array,
-            Participants(
-                owners=self._tickets[array],
-                starts=start,
-                num_new=num_new,
-                is_decode=start >= self._known[array],
-                num_again=np.maximum(again, 0),
-                sampled=np.array([id(want) in _SAMPLING for want in wants], np.int64),
-            ),
+        is_decode = start >= self._known[array]
+        sampled = np.array([id(want) in _SAMPLING for want in wants], np.int64)
+        found = Participants(
+            owners=self._tickets[array],
+            starts=start,
+            num_new=num_new,
+            is_decode=is_decode,
+            num_again=np.maximum(again, 0),
+            sampled=sampled,
+            plain=bool(is_decode.all()) and news.count(1) == len(news) and bool(sampled.all()),
         )
+        return rows, array, found
 
     def _gaps(self, gap_ns: int, timing: StepTiming) -> dict[str, int]:
         """A gap's part before any work was there, and the rest by the runner's cause."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,7 @@ MAX_STEPS = 512
 REFIT_EVERY = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a step did, in the model's terms."""
 
     num_tokens: int
@@ -66,7 +66,7 @@ class Fitter:
     def add(self, load: Load, device_ns: int) -> None:
         if device_ns <= 0:
             return
-        self._steps.append((device_ns, load.num_tokens, load.decode_context, load.prefill_pairs, load.num_sampled))
+        self._steps.append((device_ns, *load))
         self._num_added += 1
         if self._num_added == MIN_STEPS or self._num_added % REFIT_EVERY == 0:
             self.rates = fit(np.array(self._steps, dtype=np.float64))

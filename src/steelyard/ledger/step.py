@@ -9,7 +9,7 @@ Two decompositions that are never mixed: the first divides a step among all, the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,15 @@ from steelyard.ledger.split import split
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Participants:
-    """The rows of a step, arrays of one length.
+class Participants(NamedTuple):
+    """The rows of a step, arrays of one length. A named tuple: one is made at every step.
 
     owners      tickets: which request's stay in which row this is
     starts      first position computed; num_new: positions computed
     is_decode   whether the position was not known when the request entered its row
     num_again   of the positions, those computed once before
     sampled     1 where a token is drawn
+    plain       every row is a decode of one token that draws one: most steps, and the short way through here
     """
 
     owners: Ints
@@ -37,22 +37,30 @@ class Participants:
     is_decode: NDArray[np.bool_]
     num_again: Ints
     sampled: Ints
+    plain: bool = False
 
     @property
     def pairs(self) -> Ints:
         """(query, key) pairs of each row: n * start + n (n + 1) / 2. A decode's are its context."""
+        if self.plain:
+            return self.starts + 1
         return self.num_new * self.starts + self.num_new * (self.num_new + 1) // 2
 
     def load(self, pairs: Ints) -> Load:
+        if self.plain:
+            num_rows = len(pairs)
+            return Load(num_rows, int(np.add.reduce(pairs)), 0, num_rows)
         decode_context = int(pairs[self.is_decode].sum())
         return Load(int(self.num_new.sum()), decode_context, int(pairs.sum()) - decode_context, int(self.sampled.sum()))
 
 
-def weights(rows: Participants, pairs: Ints, load: Load, rates: Rates) -> NDArray[np.float64]:
+def weights(rows: Participants, pairs: Ints, load: Load, rates: Rates) -> NDArray[np.floating[Any]]:
     """Expected nanoseconds of each row, its part of the products by tokens; by tokens alone before any fit."""
     if not rates.is_known:
         return rows.num_new.astype(np.float64)
     token_ns = rates.products_ns / load.num_tokens + rates.token_ns
+    if rows.plain:
+        return pairs * rates.context_ns + (token_ns + rates.row_ns)
     attention_ns = np.where(rows.is_decode, rates.context_ns, rates.pair_ns)
     return token_ns * rows.num_new + attention_ns * pairs + rates.row_ns * rows.sampled
 
@@ -129,4 +137,5 @@ def participants(values: dict[str, list[int]]) -> Participants:
     """From plain lists, for tests and readers of a log."""
     found: dict[str, Any] = {name: np.array(list_, dtype=np.int64) for name, list_ in values.items()}
     found["is_decode"] = found["is_decode"].astype(bool)
-    return Participants(**found)
+    plain = bool((found["is_decode"] & (found["num_new"] == 1) & (found["sampled"] == 1)).all())
+    return Participants(**found, plain=plain)
