@@ -38,7 +38,8 @@ from steelyard.perf.workloads import case_names, find_case, write_config
 
 WHOLE = ("single 128/257", "short-short 256/128")
 SAMPLE_STEPS = 400
-FLOAT32_TIE, BFLOAT16_TIE = 2e-3, 0.15
+FLOAT32_TIE, BFLOAT16_TIE = 2e-3, 0.25
+"""Log-probabilities closer than this may change places: bfloat16 logits of the small models are off by about 1 %."""
 LENS = (1, 17, 64, 100, 300, 600, 5, 33)
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2},

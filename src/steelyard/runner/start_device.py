@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -33,7 +34,7 @@ from steelyard.plan.memory import MemoryBudget, graphs_bytes
 from steelyard.plan.shape import ModelShape
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.device_runner import DeviceRunner, Machine
-from steelyard.runner.graphs import Buckets, Captures, Graph
+from steelyard.runner.graphs import FEW_TOKENS, Buckets, Captures, Graph
 from steelyard.runner.kv import DEFAULT_SHARE, KvPool, size_pool
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_limits
 from steelyard.runner.rows import Rows
@@ -85,8 +86,7 @@ class DeviceStart:
         self.max_tokens = max(self.limits.max_batched_tokens, self.limits.max_rows)
         self.config = decoder_config(checkpoint.config)
         self.free_at_start = self.phases.free_bytes()
-        with self.phases("kernels"):
-            self.backend, self.renew = make_backend(self.config, self)
+        self.backend, self.renew = make_backend(self.config, self)
         with self.phases("weights"):
             self.decoder = Decoder(self.config, Place(self.dtype, device, self.backend), self.limits.max_model_len)
             if options.load_format == "dummy":
@@ -110,11 +110,29 @@ class DeviceStart:
         self.step.kv = pool = KvPool(self.config, num_blocks, self.limits.block_size, like)
         return pool
 
+    def compile(self) -> None:
+        """Run every kernel of a step once, in every form, several at a time: compiling is most of a cold start.
+
+        The steps are padding only, so that it does not matter what runs beside what.
+        """
+        self.pool((1,) * len(self.shape.kv_groups()))
+        if self.device.type != "cuda":
+            return
+        rows, step = self.limits.max_rows, self.step
+        shapes = [Shape.of_bucket("mixed", size, rows) for size in (self.max_tokens, FEW_TOKENS // 2)]
+        shapes += [Shape.of_bucket("decode", min(size, rows), rows) for size in (1, 2, 16, 32, 64, 128, 256)]
+        calls = [_call(step.forward, shape) for shape in dict.fromkeys(shapes)]
+        calls += [_call(step.head, size, cut) for size in {1, min(2, rows)} for cut in (True, False)]
+        with ThreadPoolExecutor(len(calls)) as threads:
+            for done in [threads.submit(call) for call in calls]:
+                done.result()
+        torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()
+
     def activation_peak_bytes(self) -> int:
         """What the largest step takes for a moment, measured: padding only, but every tensor at its full size."""
         if self.device.type != "cuda":
             return 0
-        self.pool((1,) * len(self.shape.kv_groups()))
         largest = Shape(self.max_tokens, self.limits.max_rows, 1 if self.limits.max_rows > 1 else 0)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -153,7 +171,8 @@ class DeviceStart:
         for kind, sizes in (("mixed", buckets.mixed), ("decode", buckets.decode)):
             for size in reversed(sizes):
                 shape = Shape.of_bucket(kind, size, self.limits.max_rows)
-                graphs[kind, size] = captures.capture(_call(self.step.forward, shape))
+                warm = kind == "decode" or size <= FEW_TOKENS or size == sizes[-1]
+                graphs[kind, size] = captures.capture(_call(self.step.forward, shape), warm)
         for kind, cut in (("head", False), ("cut", True)):
             for size in reversed(buckets.decode):
                 graphs[kind, size] = captures.capture(_call(self.step.head, size, cut))
@@ -165,6 +184,8 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     start = DeviceStart(checkpoint, options)
     limits, phases, buckets = start.limits, start.phases, start.buckets()
     num_graphs = len(buckets.mixed) + 3 * len(buckets.decode)
+    with phases("kernels"):
+        start.compile()
     with phases("largest step"):
         budget = start.budget(num_graphs)
     with phases("KV pool"):
