@@ -100,6 +100,7 @@ class ServerConfig:
     ssl_ca_certs: str | None = None
     log_format: str = "text"
     enable_prompt_tokens_details: bool = True
+    ledger_log: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -144,6 +144,7 @@ class _Serving:
             raise cannot_listen(self._config, error) from None
         finally:
             service.prompts.close()
+            service.ledgers.close()
         return self._server.exit_code
 
     def _engine_ended(self, client: EngineClient, exit_code: int) -> None:

@@ -100,6 +100,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="cached tokens in usage (default: on)",
     )
+    add("--ledger-log", metavar="FILE", help="append each request's whole account as a line of JSON")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ One layer around it, `Edge`: each more would cost every event of every stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,6 +27,7 @@ from steelyard.server.responses import error_response
 from steelyard.server.routes.chat import chat_completions
 from steelyard.server.routes.completions import completions
 from steelyard.server.routes.health import Health
+from steelyard.server.routes.ledger import LedgerRoutes
 from steelyard.server.routes.models import Models
 from steelyard.server.routes.operate import Operate
 from steelyard.server.routes.tokenize import detokenize, tokenize
@@ -83,11 +84,26 @@ def create_app(service: Service) -> ASGIApp:
             Route("/health", health.health),
             Route("/live", health.live),
             Route("/metrics", health.metrics),
+            *(Route(path, handler) for path, handler in ledger_routes(service).items()),
             Route("/reset_prefix_cache", operate.reset_prefix_cache, methods=["POST"]),
         ],
         exception_handlers={HTTPException: _router_error, SteelyardError: _our_error},
     )
     return Edge(router, service)
+
+
+def ledger_routes(service: Service) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+    """GET routes of the ledgers, by path."""
+    ledger = LedgerRoutes(service)
+    return {
+        "/ledger/requests": ledger.requests,
+        "/ledger/requests/{id}": ledger.request,
+        "/ledger/steps": ledger.steps,
+        "/ledger/steps/{id:int}": ledger.step,
+        "/ledger/memory": ledger.memory,
+        "/ledger/little": ledger.little,
+        "/ledger/live": ledger.live,
+    }
 
 
 async def _router_error(request: Request, error: Exception) -> Response:

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from steelyard.core.timed import State, Timed
+from steelyard.core.timed import State
 from steelyard.errors import SteelyardError
 from steelyard.server import sse
 from steelyard.server.body import ClientGone, declared_bytes, decode, decode_lenient, read_body
 from steelyard.server.connection import ABORT
 from steelyard.server.errors import RequestTimeout, error_body, error_headers
+from steelyard.server.ledger import Account
 from steelyard.server.service import Service, log
 from steelyard.server.tenants import Tenant
 
@@ -32,22 +33,21 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 class Exchange:
-    """The response half, and the request's `Timed`.
+    """The response half, and the request's account.
 
     tenant    whose request it is
     headers   of the response, besides the usual ones; may be added to before it begins
     accepted  the engine has taken the request in: from then on it is not a refusal
     """
 
-    def __init__(self, service: Service, endpoint: str, tenant: Tenant, send: Send) -> None:
+    def __init__(self, service: Service, endpoint: str, tenant: Tenant, send: Send, request_id: str = "") -> None:
         self.service = service
         self.tenant = tenant
         self.headers: list[tuple[bytes, bytes]] = []
         self.accepted = False
         self.arrived_ns = service.clock_ns()
-        self.timed = Timed(State.HTTP_READ, self.arrived_ns)
+        self.account = Account(request_id, endpoint, tenant.label, self.arrived_ns, service.wall_s())
         self.started = False
-        self.engine_ledger: dict[str, int] = {}
         self._endpoint = endpoint
         self._send = send
 
@@ -63,8 +63,8 @@ class Exchange:
 
     def to(self, state: State, now_ns: int | None = None) -> None:
         """Move the request's ledger on; `now_ns`: at an instant that has passed, if it is not before the last move."""
-        now = self.service.clock_ns() if now_ns is None else max(now_ns, self.timed.since_ns)
-        self.timed.to(state, now)
+        now = self.service.clock_ns() if now_ns is None else max(now_ns, self.account.timed.since_ns)
+        self.account.timed.to(state, now)
 
     async def respond(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         """The whole response in one."""
@@ -81,8 +81,13 @@ class Exchange:
     async def end(self, events: bytes = b"") -> None:
         await self._send_to_reader({"type": "http.response.body", "body": events, "more_body": False})
 
+    def ledger(self) -> dict[str, Any]:
+        """The account as it stands, for the response itself."""
+        return self.account.so_far(self.service.clock_ns())
+
     async def fail(self, error: SteelyardError) -> None:
         """Tell the client, in the way that is still possible."""
+        self.account.error = error.code
         if self.started:
             await self.end(sse.event(error_body(error)))
         else:
@@ -90,18 +95,28 @@ class Exchange:
                 self.service.metrics.rejections.add(1, error.code)
             await self.respond(error.status, error_body(error), error_headers(error))
 
+    def close(self) -> None:
+        """Nothing more happens to this request, here or in the engine."""
+        self.to(State.ENDED)
+        record = self.account.record()
+        self.service.ledgers.add(record)
+        self.service.metrics.account(record["buckets_ns"], self.account.tenant)
+
     async def _send_to_reader(self, message: dict[str, Any]) -> None:
         """Wait until the connection takes it. Raises ClientGone if it does not for `slow_client_timeout_s`."""
-        limit_s = self.service.config.slow_client_timeout_s
+        limit_s, began_ns = self.service.config.slow_client_timeout_s, self.service.clock_ns()
         try:
             async with asyncio.timeout(limit_s):
                 await self._send(message)
         except TimeoutError:
             log.warning("a client of %s has read nothing for %g s and is dropped", self._endpoint, limit_s)
             raise ClientGone from None
+        finally:
+            self.account.wrote(began_ns, self.service.clock_ns())
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
+        self.account.status = status
         self.service.metrics.responses.add(1, self._endpoint, str(status))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
@@ -118,7 +133,7 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._service, self._name, scope["state"]["tenant"], send)
+        exchange = Exchange(self._service, self._name, scope["state"]["tenant"], send, scope["state"]["request_id"])
         self._service.num_in_flight += 1
         try:
             body = await self._body(scope, receive)
@@ -133,8 +148,7 @@ class Endpoint:
             await exchange.fail(SteelyardError("the server failed; the fault is in its log"))
         finally:
             self._service.num_in_flight -= 1
-            exchange.to(State.ENDED)
-            self._service.metrics.account(merged_ns(exchange.timed, exchange.engine_ledger))
+            exchange.account.when_over(exchange.close)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Raises BodyTooLarge, ClientGone, or RequestTimeout for a body that trickles in."""
@@ -152,22 +166,6 @@ def _drop(scope: Scope) -> None:
     extension = scope.get("extensions", {}).get(ABORT)
     if extension is not None:
         extension["call"]()
-
-
-def merged_ns(timed: Timed, engine_ledger: dict[str, int]) -> dict[str, int]:
-    """One ledger of both processes: the time in the engine is replaced by the engine's own account of it.
-
-    What the engine does not account for is the way there and back: `wire`. The buckets sum to the request's time.
-    """
-    buckets = {state.value: amount_ns for state, amount_ns in timed.buckets_ns.items()}
-    inside_ns = buckets.pop(State.IN_ENGINE.value, 0)
-    accounted_ns = sum(engine_ledger.values())
-    if accounted_ns > inside_ns:  # abandoned: the engine's account is not the one of this interval
-        engine_ledger, accounted_ns = {}, 0
-    for state, amount_ns in engine_ledger.items():
-        buckets[state] = buckets.get(state, 0) + amount_ns
-    buckets[State.WIRE.value] = buckets.get(State.WIRE.value, 0) + inside_ns - accounted_ns
-    return buckets
 
 
 async def _unless_client_leaves(work: Awaitable[None], receive: Receive) -> None:

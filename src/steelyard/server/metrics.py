@@ -64,10 +64,12 @@ class Metrics:
             self.success.add(0, outcome)
         self.rejections = Counter("vllm:admission_rejections_total", "Requests refused, by error code.", ("code",))
         self.responses = Counter("steelyard:http_responses_total", "Responses begun.", ("endpoint", "status"))
-        self.request_ns = Counter("steelyard:request_time_seconds_total", "Time of requests by account.", ("state",))
+        self.request_ns = Counter(
+            "steelyard:request_time_seconds_total", "Time of requests by account.", ("state", "tenant")
+        )
         for state in State:
             if state not in (State.ENDED, State.IN_ENGINE):
-                self.request_ns.add(0, state.value)
+                self.request_ns.add(0, state.value, "")
 
     def choice_ended(self, finished: Finished) -> None:
         """Observe what the engine says of one choice, however it ended."""
@@ -83,10 +85,10 @@ class Metrics:
     def request_ended(self, outcome: str) -> None:
         self.success.add(1, outcome if outcome in _OUTCOMES else "abort")
 
-    def account(self, buckets_ns: Mapping[str, int]) -> None:
+    def account(self, buckets_ns: Mapping[str, int], tenant: str) -> None:
         """Add one HTTP request's ledger to the totals."""
         for state, amount_ns in buckets_ns.items():
-            self.request_ns.add(amount_ns / NS, state)
+            self.request_ns.add(amount_ns / NS, state, tenant)
 
     def page(self, model_name: str, info: Ready | None, status: Status | None, unhealthy: str | None) -> str:
         """The whole page, newline at its end."""

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
+MAX_TOOLS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 """What /v1/completions makes if max_tokens is not given, as OpenAI's does; chat goes on to the model's end."""
 
@@ -33,8 +34,63 @@ class StreamOptions(Body, kw_only=True):
     include_obfuscation: bool | None = None  # no effect: nothing is padded
 
 
+class JsonSchema(Body, kw_only=True):
+    """What `response_format` of type json_schema has. `strict` has no effect: a schema always holds."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
 class ResponseFormat(Body, kw_only=True):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body, kw_only=True):
+    """Exactly one of them: what the output must be."""
+
+    json: dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class FunctionCall(Body, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCallPart(Body, kw_only=True):
+    """A call an assistant made in an earlier turn."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+    index: int | None = None
+
+
+class Function(Body, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body, kw_only=True):
+    name: str
+
+
+class NamedTool(Body, kw_only=True):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class GenerationBody(Body, kw_only=True):
@@ -61,11 +117,13 @@ class GenerationBody(Body, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     return_token_ids: bool | None = None
+    return_ledger: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     ttft_deadline_ms: Milliseconds | None = None
     deadline_ms: Milliseconds | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # no effect
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -73,7 +131,6 @@ class GenerationBody(Body, kw_only=True):
     service_tier: str | None = None
     # not supported
     prompt_logprobs: None = None
-    structured_outputs: None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -95,10 +152,13 @@ class TextPart(Body, kw_only=True):
 class Message(Body, kw_only=True):
     """One turn. Parts of a content are joined as they stand."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: None = None
+    tool_calls: list[ToolCallPart] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: None = None
     refusal: None = None
     audio: None = None
@@ -115,13 +175,13 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    # no effect
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # no effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # not supported
-    tools: None = None
-    tool_choice: None = None
     functions: None = None
     function_call: None = None
     audio: None = None

@@ -147,7 +147,7 @@ class Run:
         exchange = self._exchange
         exchange.to(State.IN_ENGINE)
         self._collector = await exchange.service.client.submit(
-            self._prompts, self._sampling, terms, exchange.arrived_ns
+            self._prompts, self._sampling, terms, exchange.arrived_ns, exchange.account.opened
         )
         exchange.accepted = True
 
@@ -161,8 +161,6 @@ class Run:
         exchange = self._exchange
         exchange.service.client.close(collector)
         self._place.num_output_tokens = sum(choice.num_tokens for choice in self._choices)
-        if collector.last_end is not None:
-            exchange.engine_ledger = collector.last_end.ledger
 
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
         """Chunks as they come, at most one a choice at a time, until every choice has ended."""

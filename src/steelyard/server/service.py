@@ -13,6 +13,7 @@ from steelyard.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from steelyard.server.admission import Admission
 from steelyard.server.client import EngineClient, Terms
 from steelyard.server.errors import ModelNotFound, ShuttingDown
+from steelyard.server.ledger import Ledgers
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
 from steelyard.server.protocol import GenerationBody
@@ -41,10 +42,12 @@ class Service:
     clock_ns: Callable[[], int]
     created_s: int
     admission: Admission = field(init=False)
+    ledgers: Ledgers = field(init=False)
     draining: bool = False
     num_in_flight: int = 0
 
     def __post_init__(self) -> None:
+        self.ledgers = Ledgers(self.config.ledger_log)
         self.admission = Admission(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens, self.clock_ns)
 
     def check_admits(self) -> None:

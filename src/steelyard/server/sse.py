@@ -40,6 +40,10 @@ class ChunkFormat:
         """The event around one choice's JSON."""
         return self._prefix + choice + self._suffix
 
+    def ledger(self, ledger: bytes) -> bytes:
+        """An event with no choices but the request's ledger, where it was asked for."""
+        return self._head + b',"choices":[],"ledger":' + ledger + b"}\n\n"
+
     def usage(self, usage: bytes) -> bytes:
         """The last event before [DONE]: no choices, the usage."""
         return self._head + b',"choices":[],"usage":' + usage + b"}\n\n"

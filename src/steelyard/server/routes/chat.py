@@ -56,7 +56,7 @@ class _Reply:
         self._body = body
         self._run = run
         self._names = TokenNames(exchange.service.prompts.tokenizer)
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = exchange.account.response_id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created_s = exchange.service.wall_s()
         self._begun: set[int] = set()
 
@@ -74,6 +74,8 @@ class _Reply:
             "choices": choices,
             "usage": self._run.usage(),
         }
+        if self._body.return_ledger:
+            answer["ledger"] = self._exchange.ledger()
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._run.prompt_of(0).ids
         await self._exchange.respond(200, sse.encode(answer))
@@ -87,6 +89,8 @@ class _Reply:
         async for chunks in self._run.chunks():
             await self._exchange.write(b"".join([form.chunk(self._encoded(chunk)) for chunk in chunks]))
         last = form.usage(sse.encode(self._run.usage())) if include_usage else b""
+        if self._body.return_ledger:
+            last += form.ledger(sse.encode(self._exchange.ledger()))
         await self._exchange.end(last + sse.DONE)
 
     def _encoded(self, chunk: Chunk) -> bytes:

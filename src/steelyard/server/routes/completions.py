@@ -83,7 +83,7 @@ class _Reply:
         self._body = body
         self._run = run
         self._names = TokenNames(service.prompts.tokenizer)
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._id = exchange.account.response_id = f"cmpl-{uuid.uuid4().hex}"
         self._created_s = service.wall_s()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
@@ -92,17 +92,17 @@ class _Reply:
     async def whole(self) -> None:
         """Collect every choice, then answer in one."""
         choices = [self._choice(chunk, whole=True) for chunk in await self._run.whole()]
-        body = sse.encode(
-            {
-                "id": self._id,
-                "object": _OBJECT,
-                "created": self._created_s,
-                "model": self._exchange.service.model_name,
-                "choices": choices,
-                "usage": self._run.usage(),
-            }
-        )
-        await self._exchange.respond(200, body)
+        answer = {
+            "id": self._id,
+            "object": _OBJECT,
+            "created": self._created_s,
+            "model": self._exchange.service.model_name,
+            "choices": choices,
+            "usage": self._run.usage(),
+        }
+        if self._body.return_ledger:
+            answer["ledger"] = self._exchange.ledger()
+        await self._exchange.respond(200, sse.encode(answer))
 
     async def stream(self) -> None:
         """One event a chunk; all that is ready at once is one write."""
@@ -113,6 +113,8 @@ class _Reply:
         async for chunks in self._run.chunks():
             await self._exchange.write(b"".join([form.chunk(self._encoded(chunk)) for chunk in chunks]))
         last = form.usage(sse.encode(self._run.usage())) if include_usage else b""
+        if self._body.return_ledger:
+            last += form.ledger(sse.encode(self._exchange.ledger()))
         await self._exchange.end(last + sse.DONE)
 
     def _encoded(self, chunk: Chunk) -> bytes:
