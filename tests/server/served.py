@@ -75,14 +75,20 @@ class Served:
 
 
 def start(
-    tokenizer: Tokenizer | None, template: ChatTemplate | None, tenants: Tenants | None = None, **config: Any
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    tenants: Tenants | None = None,
+    engine: Any = None,
+    **config: Any,
 ) -> Iterator[tuple[Any, ...]]:
-    """Run a server in a thread; yields (url, engine, service)."""
-    engine = FakeEngine()
+    """Run a server in a thread; yields (url, engine, service). `engine`: another than the fake one."""
+    hello = [fake_engine.ready(tokenizer.vocab_size if tokenizer else 320), fake_engine.idle()]
+    hello = hello if engine is None else [engine.engine.ready(), engine.engine.status()]
+    engine = engine or FakeEngine()
     metrics = Metrics()
     client = EngineClient(engine.send, time.monotonic_ns, 20.0, metrics)
     engine.client = client
-    client.on_messages([fake_engine.ready(tokenizer.vocab_size if tokenizer else 320), fake_engine.idle()])
+    client.on_messages(hello)
     service = make_service(
         ServerConfig(**config),
         client,
