@@ -91,7 +91,11 @@ class Backend(Protocol):
     fusions: Fusions | None
 
     def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """What activations and KV are held in beside weights of this dtype."""
+        """What hidden states are held in between layers beside weights of this dtype."""
+        ...
+
+    def kv_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """What keys and values are held in beside weights of this dtype."""
         ...
 
     def pack(self, weight: Tensor, stored: Sequence[Stored]) -> Weight:

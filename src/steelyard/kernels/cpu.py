@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from steelyard.kernels import cpu_linear
+from steelyard.kernels import cpu_fused, cpu_linear
 from steelyard.kernels.attention import Attention
 from steelyard.kernels.backend import Fusions, Stored
 from steelyard.kernels.cpu_attention import CpuAttention
+from steelyard.kernels.cpu_kv import KvWriter
 from steelyard.kernels.sampling import Controls, choose
 
 
@@ -19,14 +19,19 @@ class CpuBackend:
     """The Backend protocol on torch's CPU operators."""
 
     name = "cpu"
-    fusions: Fusions | None = None
 
     def __init__(self) -> None:
-        self.attention: Attention = CpuAttention()
+        writer = KvWriter()
+        self.attention: Attention = CpuAttention(writer)
+        self.fusions: Fusions | None = cpu_fused.CpuFusions(writer)
 
     def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """float32 beside narrow weights: only products gain from 16 bits here, every other operator loses."""
+        """float32 beside narrow weights: the stream is what every layer's rounding would add up in."""
         return torch.promote_types(weights, torch.float32)
+
+    def kv_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """The weights': attention over many queries runs on the same matrix units as products."""
+        return weights
 
     def pack(self, weight: Tensor, stored: Sequence[Stored]) -> cpu_linear.Weight:
         """See Backend.pack."""
@@ -38,10 +43,7 @@ class CpuBackend:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Backend.rms_norm."""
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        # A norm and a scalar division are three passes in few operators; F.rms_norm takes three times as long here.
-        scale = torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + eps)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return cpu_fused.rms_norm(x, weight, eps, x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See Backend.add_rms_norm."""
@@ -62,11 +64,7 @@ class CpuBackend:
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """See Backend.gated."""
-        gate, up = x.chunk(2, dim=-1)
-        if activation == "silu":
-            return functional.silu(gate).mul_(up)
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        return functional.gelu(gate, approximate=approximate).mul_(up)
+        return cpu_fused.gated(x, activation)
 
     def choose(self, logits: Tensor, u: Tensor, controls: Controls) -> Tensor:
         """See Backend.choose."""

@@ -1,7 +1,7 @@
 """Attention over paged KV on a CPU: rows of like size are gathered and attended together, in one call a layer.
 
     decode rows    q [R, Hkv, G, D]      grouped heads folded into the query length
-    prefill rows   q [R, Hkv, G, Q, D]   one call a row, or padded together where rows are alike
+    prefill rows   q [R, Hq, Q, D]       one call a row, or padded together where rows are alike
     keys           whole blocks gathered by table: [R, Hkv, blocks * block_size, D] in one copy
 
 Which rows go together, which blocks they read and what is masked is worked out once a step and shared by all layers
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
+from steelyard.kernels.cpu_kv import KvWriter, as_runs
 
 PADDING = 2  # rows are attended together while padding at most doubles what they read
 SMALL = 64  # prefills longer than this fill a call by themselves; keys fewer than this are not worth a call
@@ -50,12 +51,14 @@ class Bundle:
 class Keys:
     """What a bundle reads in one KV group: flat block indexes [R * Hkv * blocks], and what of it is visible.
 
-    visible  bool [R, 1, num_q, keys]; None: all
+    visible    bool [R, 1, num_q, keys], or what is added to scores for torch's own attention: 0 or -inf; None: all
+    is_causal  nothing but the causal mask of as many queries as keys
     """
 
     index: Tensor
     num_keys: int
     visible: Tensor | None
+    is_causal: bool = False
 
 
 class CpuAttention:
@@ -63,15 +66,16 @@ class CpuAttention:
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, writer: KvWriter | None = None) -> None:
+        """`writer`: shared with whoever else writes keys and values of the same step."""
+        self._writer = writer or KvWriter()
         self._bundles: list[Bundle] = []
-        self._keys: dict[tuple[int, int, int | None, bool], Keys] = {}
-        self._writes: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._keys: dict[tuple[int, int, int | None, bool, bool], Keys] = {}
 
     def prepare(self, batch: Batch) -> None:
         """Bundle the rows: decodes and prefills apart, each with rows of like length."""
         self._keys.clear()
-        self._writes.clear()
+        self._writer.forget()
         starts, lengths = batch.q_start.tolist(), batch.ctx_len.tolist()
         counts = [last - first for first, last in pairwise(starts)]
         decodes = list(range(batch.num_decode))
@@ -87,34 +91,14 @@ class CpuAttention:
     ) -> Tensor | None:
         """See Attention.forward."""
         if k is not None and v is not None:
-            self._write(k, v, kv, batch.slots[spec.group], spec.group)
+            self._writer.write(k, v, kv, batch.slots[spec.group])
         lse = torch.empty(q.shape[:2], dtype=torch.float32) if spec.want_lse else None
         for number, bundle in enumerate(self._bundles):
-            if k is not None and v is not None and _is_fresh_causal(bundle, spec):
-                rows = slice(bundle.first, bundle.first + bundle.num_q)
-                out[rows] = _attend_fresh(q[rows], k[rows], v[rows], spec)
-                continue
-            place = (number, spec.group, spec.window, spec.causal)
+            place = (number, spec.group, spec.window, spec.causal, _is_plain(spec))
             if place not in self._keys:
                 self._keys[place] = _visible_keys(bundle, kv, batch.tables[spec.group], spec)
             _attend(bundle, self._keys[place], q, kv, spec, out, lse)
         return lse
-
-    def _write(self, k: Tensor, v: Tensor, kv: KvLayer, slots: Tensor, group: int) -> None:
-        """One row copy per (token, head) into each of the two pools; padding is left out."""
-        if group not in self._writes:
-            kept = None if bool((slots >= 0).all()) else torch.nonzero(slots >= 0)[:, 0]
-            used = slots if kept is None else slots[kept]
-            block, offset = used // kv.block_size, used % kv.block_size
-            head = torch.arange(kv.k.shape[1]) * kv.block_size
-            rows_per_block = kv.k.stride(0) // kv.k.shape[3]
-            index = (block * rows_per_block + offset)[:, None] + head
-            self._writes[group] = (index.flatten(), kept)
-        index, kept = self._writes[group]
-        for pool, new in ((kv.k, k), (kv.v, v)):
-            used = new if kept is None else new[kept]
-            dim = pool.shape[3]
-            _as_runs(pool, dim).index_copy_(0, index, used.reshape(-1, dim).to(pool.dtype))
 
 
 def _split_alike(rows: list[int], counts: list[int], lengths: list[int]) -> list[list[int]]:
@@ -170,8 +154,15 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec) ->
     if spec.window is not None:
         visible = visible & (key_at > query_at - spec.window)
     runs_per_block = kv.k.stride(0) // (size * kv.k.shape[3])
-    index = physical[:, None, :] * runs_per_block + torch.arange(kv.k.shape[1])[:, None]
-    return Keys(index.flatten(), num_keys, None if bool(visible.all()) else visible[:, None])
+    index = (physical[:, None, :] * runs_per_block + torch.arange(kv.k.shape[1])[:, None]).flatten()
+    if bool(visible.all()):
+        return Keys(index, num_keys, None)
+    if not _is_plain(spec):
+        return Keys(index, num_keys, visible[:, None])
+    if bundle.is_fresh and spec.causal and (spec.window is None or bundle.num_q <= spec.window):
+        return Keys(index, num_keys, None, is_causal=True)
+    added = torch.zeros(visible.shape, dtype=kv.k.dtype).masked_fill_(~visible, -torch.inf)
+    return Keys(index, num_keys, added[:, None])
 
 
 def _attend(
@@ -182,42 +173,44 @@ def _attend(
         queries = q[bundle.first : bundle.first + num_rows * num_q]
     else:
         queries = q[bundle.tokens]
-    queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2)
-    k, v = (_gather(pool, keys, num_rows, kv.block_size, q.dtype) for pool in (kv.k, kv.v))
-    found, found_lse = _attend_dense(queries, k, v, keys.visible, spec)
+    queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2).to(kv.k.dtype)
+    k, v = (_gather(pool, keys, num_rows, kv.block_size) for pool in (kv.k, kv.v))
+    found, found_lse = _attend_dense(queries, k, v, keys, spec)
     packed = found.transpose(1, 2).reshape(num_rows * num_q, num_heads, -1)
     # Padding repeats a row's last query, so it is written twice with equal values.
     tokens = bundle.tokens
     if tokens is None:
         out[bundle.first : bundle.first + num_rows * num_q] = packed
     else:
-        out.index_copy_(0, tokens, packed)
+        out.index_copy_(0, tokens, packed.to(out.dtype))
     if lse is not None:
         packed_lse = found_lse.transpose(1, 2).reshape(num_rows * num_q, num_heads)
         at = torch.arange(bundle.first, bundle.first + num_rows * num_q) if tokens is None else tokens
         lse.index_copy_(0, at, packed_lse)
 
 
-def _gather(pool: Tensor, keys: Keys, num_rows: int, block_size: int, dtype: torch.dtype) -> Tensor:
+def _gather(pool: Tensor, keys: Keys, num_rows: int, block_size: int) -> Tensor:
     """[R, Hkv, num_keys, D]: one copy, whole (block, head) runs at a time."""
     num_kv_heads, dim = pool.shape[1], pool.shape[3]
-    runs = _as_runs(pool, block_size * dim).index_select(0, keys.index)
-    return runs.view(num_rows, num_kv_heads, -1, dim)[:, :, : keys.num_keys].to(dtype)
+    runs = as_runs(pool, block_size * dim).index_select(0, keys.index)
+    return runs.view(num_rows, num_kv_heads, -1, dim)[:, :, : keys.num_keys]
 
 
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """q [R, Hq, Q, D], k and v [R, Hkv, K, D], visible bool [R, 1, Q, K]: (out [R, Hq, Q, D], lse [R, Hq, Q]).
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """q [R, Hq, Q, D], k and v [R, Hkv, K, D]: (out [R, Hq, Q, D], lse [R, Hq, Q]).
 
     The second is empty where SDPA was used, which does not return it.
     """
     num_rows, num_heads, num_q, dim = q.shape
-    num_kv_heads = k.shape[1]
-    if spec.softcap is None and spec.sinks is None and not spec.want_lse:
+    num_kv_heads, visible = k.shape[1], keys.visible
+    if _is_plain(spec):
         if num_q == 1:
             folded = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
             found = scaled_dot_product_attention(folded, k, v, attn_mask=visible, scale=spec.scale)
             return found.reshape(q.shape), found.new_empty(0)
-        found = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=True)
+        found = scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=keys.is_causal, scale=spec.scale, enable_gqa=True
+        )
         return found, found.new_empty(0)
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(num_rows, num_kv_heads, -1, dim).to(wide)
@@ -234,21 +227,6 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, spec:
     return (weights @ v.to(wide)).view(q.shape).to(q.dtype), lse
 
 
-def _is_fresh_causal(bundle: Bundle, spec: AttnSpec) -> bool:
-    """A prefill from the very beginning under the plain causal mask: the new K and V are all there is."""
-    plain = spec.causal and spec.softcap is None and spec.sinks is None and not spec.want_lse
-    return bundle.is_fresh and plain and (spec.window is None or bundle.num_q <= spec.window)
-
-
-def _attend_fresh(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
-    """[Q, Hq, D] from new q, k, v of one row."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
-    return found[0].transpose(0, 1)
-
-
-def _as_runs(pool: Tensor, run_len: int) -> Tensor:
-    """The pool's memory from its first element on, as [n, run_len]: what is contiguous within a (block, head)."""
-    assert pool.stride()[1:] == (pool.shape[2] * pool.shape[3], pool.shape[3], 1), "a block must be contiguous"
-    last = (pool.shape[0] - 1) * pool.stride(0) + pool.shape[1] * pool.stride(1)
-    return pool.as_strided((last // run_len, run_len), (run_len, 1), pool.storage_offset())
+def _is_plain(spec: AttnSpec) -> bool:
+    """Whether torch's own attention computes it."""
+    return spec.softcap is None and spec.sinks is None and not spec.want_lse

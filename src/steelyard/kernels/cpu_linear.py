@@ -72,18 +72,25 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return packed, scales
 
 
+def dtype_of(weight: Weight) -> torch.dtype:
+    """What products with the weight are computed in."""
+    return weight.dtype if isinstance(weight, Tensor) else weight.dense.dtype
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype; see Backend.linear."""
+    return product(x, weight, bias).to(x.dtype)
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N] in the weight's dtype."""
+    narrow = x.to(dtype_of(weight))
     if isinstance(weight, Tensor):
-        if weight.dtype == x.dtype:
-            return functional.linear(x, weight, bias)
-        return functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-    narrow = x.to(torch.bfloat16)
+        return functional.linear(narrow, weight, bias)
     if x.shape[0] > FEW_ROWS:
-        return functional.linear(narrow, weight.dense, bias).to(x.dtype)
+        return functional.linear(narrow, weight.dense, bias)
     if weight.bits == 4:
-        product = torch._weight_int4pack_mm_for_cpu(narrow, weight.packed, GROUP, weight.scales)
+        found = torch._weight_int4pack_mm_for_cpu(narrow, weight.packed, GROUP, weight.scales)
     else:
-        product = torch._weight_int8pack_mm(narrow, weight.packed, weight.scales)
-    product = product.to(x.dtype)
-    return product if bias is None else product.add_(bias)
+        found = torch._weight_int8pack_mm(narrow, weight.packed, weight.scales)
+    return found if bias is None else found.add_(bias)

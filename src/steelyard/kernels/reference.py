@@ -149,6 +149,10 @@ class ReferenceBackend:
         """See Backend.activation_dtype."""
         return weights
 
+    def kv_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """See Backend.kv_dtype."""
+        return weights
+
     def pack(self, weight: Tensor, stored: Sequence[Stored]) -> Tensor:
         """See Backend.pack."""
         return weight

@@ -29,8 +29,13 @@ class Place:
 
     @property
     def activations(self) -> torch.dtype:
-        """What hidden states and KV are held in."""
+        """What hidden states are held in between layers."""
         return self.backend.activation_dtype(self.dtype)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What keys and values are held in."""
+        return self.backend.kv_dtype(self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised weight: the loader fills every element or refuses the checkpoint."""

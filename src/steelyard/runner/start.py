@@ -55,7 +55,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
             shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4)
         ),
     )
-    kv_dtype = decoder.place.activations
+    kv_dtype = decoder.place.kv_dtype
     num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
     kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=kv_dtype, device=device))
     products, held = (str(d).removeprefix("torch.") for d in (dtype, kv_dtype))
