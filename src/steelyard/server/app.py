@@ -30,6 +30,7 @@ from steelyard.server.routes.health import Health
 from steelyard.server.routes.ledger import LedgerRoutes
 from steelyard.server.routes.models import Models
 from steelyard.server.routes.operate import Operate
+from steelyard.server.routes.page import Page
 from steelyard.server.routes.tokenize import detokenize, tokenize
 from steelyard.server.service import Service
 from steelyard.server.tenants import Tenants, load_tenants
@@ -93,8 +94,8 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def ledger_routes(service: Service) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-    """GET routes of the ledgers, by path."""
-    ledger = LedgerRoutes(service)
+    """GET routes of the ledgers and of the page that shows them, by path."""
+    ledger, page = LedgerRoutes(service), Page()
     return {
         "/ledger/requests": ledger.requests,
         "/ledger/requests/{id}": ledger.request,
@@ -103,6 +104,8 @@ def ledger_routes(service: Service) -> dict[str, Callable[[Request], Awaitable[R
         "/ledger/memory": ledger.memory,
         "/ledger/little": ledger.little,
         "/ledger/live": ledger.live,
+        "/": page.index,
+        "/static/{name}": page.static,
     }
 
 

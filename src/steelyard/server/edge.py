@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from steelyard.errors import SteelyardError
 from steelyard.server.body import declared_bytes, too_large
 from steelyard.server.errors import error_body, error_headers
+from steelyard.server.routes.page import PATHS as PAGE_PATHS
 from steelyard.server.service import Service
 
 Header = tuple[bytes, bytes]
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_OPEN_PATHS = frozenset({"/health", "/live"})
+_OPEN_PATHS = frozenset({"/health", "/live"}) | PAGE_PATHS
 
 
 class Edge:

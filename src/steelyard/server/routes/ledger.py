@@ -88,6 +88,7 @@ class LedgerRoutes:
                 "itl": _histogram(service.metrics.itl),
                 "blocks": await service.client.ask("blocks"),
                 "steps": await service.client.ask(f"steps {_LIVE_STEPS}"),
+                "running": (await service.client.ask("requests"))[:_LIVE_REQUESTS],
             }
         return json_response(answer)
 
