@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from steelyard.layers.linear import Place
 from steelyard.llm import LLM
 from steelyard.models.decoder import Decoder
 from steelyard.models.families import decoder_config
-from steelyard.perf.steps import append_jsonl, record, thin
-from steelyard.perf.throughput import Run, batch_case, decode_ms, record_steps, run_case
+from steelyard.perf.steps import append_jsonl, thin
+from steelyard.perf.throughput import Run, batch_case, batch_point, record_steps, roofline_of, run_case
 from steelyard.perf.workloads import case_names, find_case, write_config
 
 WHOLE = ("single 128/257", "short-short 256/128")
@@ -188,18 +189,17 @@ def measure(args: argparse.Namespace, model: str) -> None:
     for name in args.cases:
         case = find_case(name)
         runs = [run_case(llm, case, recorder) for _ in range(args.runs)]
-        records = [record(plan, timing, f"{model} {case.name}") for plan, timing in recorder.steps]
+        records = recorder.named(f"{model} {case.name}")
         steps += records if case.name in WHOLE else thin(records, SAMPLE_STEPS)
         rows.append(_row(args, model, case.name, runs, startup_s) | {"cold_start_s": cold_s, "phases": phases})
         print({k: v for k, v in rows[-1].items() if k not in ("phases", "commit", "torch", "triton")}, flush=True)
-    curve = {}
+    roofline = roofline_of(llm, model)
     for batch in args.batches:
         run_case(llm, batch_case(batch, 1024, 40), recorder)
-        curve[batch] = round(decode_ms(recorder, batch), 4)
-        steps += thin([record(p, t, f"{model} batch {batch}") for p, t in recorder.steps], 60)
-    if curve:
-        print("batch curve, ms a step at 1k context:", curve, flush=True)
-        rows.append({"model": model, "case": "batch curve 1024", "decode_ms": curve, **_stamp(args)})
+        point = asdict(batch_point(recorder, batch, roofline))
+        steps += thin(recorder.named(f"{model} batch {batch}"), 60)
+        rows.append({"model": model, "case": f"batch {batch} at 1k", **point, **_stamp(args)})
+        print({k: round(v, 4) if v is not None else None for k, v in point.items()}, flush=True)
     if args.host:
         clock = HostClock(llm)
         run_case(llm, find_case("short-short"), recorder)

@@ -22,7 +22,7 @@ TIMING = StepTiming(1, 2, 5000, 70, "cpu_late", "mixed 64", 14, 0)
 
 
 def test_a_record_has_the_sums_the_planner_fits() -> None:
-    row = record(PLAN, TIMING, "mine")
+    row = record(PLAN, TIMING)
     assert (row["decode_rows"], row["context_sum"]) == (2, 110)
     assert (row["prefill_tokens"], row["prefill_rows"], row["prefill_context_sum"]) == (48, 2, 112)
     assert row["prefill_sampled"] == 1 and row["graph"] == "mixed 64" and row["gap_ns"] == 70
@@ -31,8 +31,10 @@ def test_a_record_has_the_sums_the_planner_fits() -> None:
 
 
 def test_thinning_keeps_prefills_and_spreads_decodes(tmp_path: Path) -> None:
-    decode = record(StepPlan(1, work=PLAN.work[:1]), TIMING, "d")
-    rows = [record(PLAN, TIMING, "p") if i % 50 == 0 else decode | {"device_ns": i} for i in range(1000)]
+    decode = {"workload": "d", **record(StepPlan(1, work=PLAN.work[:1]), TIMING)}
+    rows = [
+        {"workload": "p", **record(PLAN, TIMING)} if i % 50 == 0 else decode | {"device_ns": i} for i in range(1000)
+    ]
     kept = thin(rows, 100)
     assert len(kept) <= 100 and sum(r["workload"] == "p" for r in kept) == 20
     times = [r["device_ns"] for r in kept if r["workload"] == "d"]

@@ -1,6 +1,6 @@
 """Step records: what each step computed and how long the device took, one JSON object a line.
 
-A proxy in front of a runner keeps plans and timings as they are; sums are taken after the run.
+A proxy in front of a runner takes the sums of each plan and keeps its timing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from steelyard.core.step import MemoryTerms, Runner, RunnerCaps, Step, StepPlan,
 
 
 class RecordingRunner:
-    """Implements core.step.Runner over another one."""
+    """Implements core.step.Runner over another one. `steps`: a record of each step collected, without a workload.
+
+    Sums are taken while the device runs the next step; plans are not kept, since what is kept makes every collection
+    of garbage longer.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._plans: list[StepPlan] = []
-        self.steps: list[tuple[StepPlan, StepTiming]] = []
+        self.steps: list[dict[str, Any]] = []
 
     @property
     def caps(self) -> RunnerCaps:
@@ -34,21 +38,22 @@ class RecordingRunner:
 
     def collect(self, step: Step) -> StepResult:
         result = self._runner.collect(step)
-        self.steps.append((self._plans.pop(0), result.timing))
+        self.steps.append(record(self._plans.pop(0), result.timing))
         return result
 
     def memory(self) -> MemoryTerms:
         return self._runner.memory()
 
+    def named(self, workload: str) -> list[dict[str, Any]]:
+        """The records of the last run under a workload's name."""
+        return [{"workload": workload, **row} for row in self.steps]
 
-def record(plan: StepPlan, timing: StepTiming, workload: str) -> dict[str, Any]:
+
+def record(plan: StepPlan, timing: StepTiming) -> dict[str, Any]:
     """One step as plain values; sums as plan/fit.py reads them. A row with one new token is a decode."""
-    decodes = [w for w in plan.work if w.num_new == 1]
-    prefills = [w for w in plan.work if w.num_new > 1]
     row: dict[str, Any] = {
-        "workload": workload,
-        "decode_rows": len(decodes),
-        "context_sum": sum(w.start + 1 for w in decodes),
+        "decode_rows": 0,
+        "context_sum": 0,
         "graph": timing.graph,
         "device_ns": timing.device_ns,
         "gap_ns": timing.gap_ns,
@@ -56,7 +61,10 @@ def record(plan: StepPlan, timing: StepTiming, workload: str) -> dict[str, Any]:
         "padded_tokens": timing.padded_tokens,
         "padded_rows": timing.padded_rows,
     }
-    if prefills:
+    starts = [w.start for w in plan.work if w.num_new == 1]
+    row["decode_rows"], row["context_sum"] = len(starts), sum(starts) + len(starts)
+    if len(starts) < len(plan.work):
+        prefills = [w for w in plan.work if w.num_new > 1]
         row["prefill_tokens"] = sum(w.num_new for w in prefills)
         row["prefill_rows"] = len(prefills)
         row["prefill_context_sum"] = sum(w.start + w.num_new for w in prefills)

@@ -12,10 +12,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from steelyard.core.sampling import SamplingParams
+from steelyard.errors import InvalidRequest, NotFound, StartError
 from steelyard.llm import LLM, Job
 from steelyard.perf.steps import RecordingRunner
 from steelyard.perf.workloads import Case
+from steelyard.plan.costs import Setup, decode
+from steelyard.plan.device import find_device
+from steelyard.plan.formats import weight_format
+from steelyard.plan.models import find_model
+from steelyard.plan.roofline import Roofline
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ def run_case(llm: LLM, case: Case, recorder: RecordingRunner, sampling: Sampling
     seconds = time.perf_counter() - began
     ids = [output.outputs[0].token_ids for output in outputs]
     assert [len(i) for i in ids] == [num_output for _, num_output in case.lens], "tokens are missing"
-    timings = [timing for _, timing in recorder.steps]
+    steps = recorder.steps
     return Run(
         case=case.name,
         seconds=seconds,
@@ -95,10 +103,10 @@ def run_case(llm: LLM, case: Case, recorder: RecordingRunner, sampling: Sampling
         prompt_tokens=sum(num_prompt for num_prompt, _ in case.lens),
         output_tokens=case.output_tokens,
         ids_sha256=digest(ids),
-        steps=len(timings),
-        device_s=sum(t.device_ns for t in timings) / 1e9,
-        gap_s=sum(t.gap_ns for t in timings[1:]) / 1e9,
-        graphed=sum(bool(t.graph) for t in timings),
+        steps=len(steps),
+        device_s=sum(row["device_ns"] for row in steps) / 1e9,
+        gap_s=sum(row["gap_ns"] for row in steps[1:]) / 1e9,
+        graphed=sum(bool(row["graph"]) for row in steps),
     )
 
 
@@ -115,11 +123,44 @@ def batch_case(batch: int, num_prompt: int, num_output: int) -> Case:
     return Case(f"batch {batch} {num_prompt}/{num_output}", ((num_prompt, num_output),) * batch)
 
 
-def decode_ms(recorder: RecordingRunner, batch: int) -> float:
-    """Median milliseconds from one full decode step's end to the next one's: its device time and the gap before it."""
-    times = sorted(
-        (timing.device_ns + timing.gap_ns) / 1e6
-        for plan, timing in recorder.steps
-        if len(plan.work) == batch and plan.num_tokens == batch
-    )
-    return times[len(times) // 2] if times else float("nan")
+@dataclass(frozen=True, slots=True)
+class BatchPoint:
+    """A full decode step at one batch size: the middle one of a run.
+
+    mfu, mbu       of the device's peaks; None where the planner knows the device or the model not
+    launch_share   of the step's time that the device idles before it
+    """
+
+    batch: int
+    step_ms: float
+    tokens_per_s: float
+    mfu: float | None
+    mbu: float | None
+    launch_share: float
+
+
+def batch_point(recorder: RecordingRunner, batch: int, roofline: Roofline | None) -> BatchPoint:
+    """The point of the last run. Raises InvalidRequest if no step had so many rows at once."""
+    full = [r for r in recorder.steps if r["decode_rows"] == batch and "prefill_tokens" not in r]
+    if not full:
+        raise InvalidRequest(f"--batch {batch}: no step had so many rows; --max-num-seqs is less", param="batch")
+    middle = sorted(full, key=lambda r: r["device_ns"] + r["gap_ns"])[len(full) // 2]
+    step_s = (middle["device_ns"] + middle["gap_ns"]) / 1e9
+    mfu = mbu = None
+    if roofline is not None:
+        chunks = decode(batch, middle["context_sum"] // batch)
+        mfu, mbu = roofline.mfu(chunks, step_s), roofline.mbu(chunks, step_s)
+    return BatchPoint(batch, step_s * 1e3, batch / step_s, mfu, mbu, middle["gap_ns"] / 1e9 / step_s)
+
+
+def roofline_of(llm: LLM, model: str) -> Roofline | None:
+    """The planner's view of `model` here; None on a CPU, or where it does not know the device or the model."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        device = find_device(torch.cuda.get_device_name())
+        planned = find_model(model)
+    except (StartError, NotFound):
+        return None
+    weights = weight_format(planned.shape.native_format) if llm.config.load_format == "dummy" else planned.stored
+    return Roofline(Setup(planned.shape, device, weights))

@@ -101,7 +101,7 @@ def resolve_limits(options: RunnerOptions, device: torch.device, context: int) -
         )
     return Limits(
         max_model_len=max_model_len,
-        max_rows=options.max_num_seqs or (256 if on_gpu else 64),
+        max_rows=options.max_num_seqs or (1024 if on_gpu else 64),
         max_batched_tokens=options.max_num_batched_tokens or (8192 if on_gpu else 512),
         block_size=options.block_size or (64 if on_gpu else 16),
         overlaps=on_gpu if options.overlap is None else options.overlap,

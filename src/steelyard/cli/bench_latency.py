@@ -1,0 +1,67 @@
+"""`steelyard bench latency`: its flags. One request's first and later tokens, and a step's time by batch size."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from steelyard.cli.bench_throughput import add_common_arguments, start, write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workload", default="single", help="names, comma-separated, or `single` for both")
+    parser.add_argument("--runs", type=int, default=3, help="of each; the median is reported")
+    parser.add_argument("--batch", default="", metavar="LOW..HIGH", help="a curve over powers of two, such as 1..256")
+    parser.add_argument("--input", type=int, default=1024, help="prompt tokens of the curve's requests")
+    parser.add_argument("--output", type=int, default=64, help="output tokens of the curve's requests")
+    add_common_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a line a case, and write what was asked for."""
+    from steelyard.perf.steps import append_jsonl
+    from steelyard.perf.throughput import Sampling, batch_case, batch_point, record_steps, roofline_of, run_case
+    from steelyard.perf.workloads import case_names, find_case
+
+    batches = _batches(args.batch)
+    cases = [find_case(n) for n in (case_names("single") if args.workload == "single" else args.workload.split(","))]
+    longest = max(sum(pair) for case in cases for pair in case.lens)
+    llm, config = start(args, max(longest, args.input + args.output if batches else 0))
+    recorder, sampling = record_steps(llm), Sampling(args.temperature, config.seed)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        runs = sorted((run_case(llm, case, recorder, sampling) for _ in range(args.runs)), key=lambda r: r.seconds)
+        middle = runs[len(runs) // 2]
+        rows.append(asdict(middle) | {"ttft_ms": middle.first_s * 1e3, "tpot_ms": middle.tpot_s * 1e3})
+        print(f"{case.name:20} TTFT {middle.first_s * 1e3:9.2f} ms   TPOT {middle.tpot_s * 1e3:8.3f} ms", flush=True)
+    roofline = roofline_of(llm, config.model) if batches else None
+    if batches:
+        print(f"{'batch':>6} {'step ms':>9} {'tok/s':>10} {'MFU':>6} {'MBU':>6} {'launch share':>13}")
+    for batch in batches:
+        run_case(llm, batch_case(batch, args.input, args.output), recorder, sampling)
+        point = batch_point(recorder, batch, roofline)
+        rows.append({"case": f"batch {batch} {args.input}/{args.output}"} | asdict(point))
+        print(
+            f"{batch:6d} {point.step_ms:9.3f} {point.tokens_per_s:10.1f} {_percent(point.mfu):>6} "
+            f"{_percent(point.mbu):>6} {point.launch_share:13.1%}",
+            flush=True,
+        )
+        if args.steps is not None:
+            append_jsonl(args.steps, recorder.named(f"batch {batch}"))
+    write(args.json, config, rows)
+    return 0
+
+
+def _batches(text: str) -> list[int]:
+    """Powers of two from LOW to HIGH, HIGH itself the last."""
+    if not text:
+        return []
+    low, _, high = text.partition("..")
+    first, last = int(low), int(high or low)
+    sizes = [first * 2**k for k in range(20) if first * 2**k < last]
+    return [*sizes, last]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
