@@ -104,7 +104,7 @@ class DeviceStart:
 
     def pool(self, num_blocks: tuple[int, ...]) -> KvPool:
         """A zeroed pool, and an attention that has seen no other."""
-        like = torch.empty(0, dtype=self.decoder.place.activations, device=self.device)
+        like = torch.empty(0, dtype=self.decoder.place.kv_dtype, device=self.device)
         self.step.kv = None
         self.renew()
         self.step.kv = pool = KvPool(self.config, num_blocks, self.limits.block_size, like)
@@ -189,7 +189,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     with phases("largest step"):
         budget = start.budget(num_graphs)
     with phases("KV pool"):
-        num_blocks = size_pool(start.shape, options, limits, budget, start.decoder.place.activations.itemsize)
+        num_blocks = size_pool(start.shape, options, limits, budget, start.decoder.place.kv_dtype.itemsize)
         kv = start.pool(num_blocks)
     before = phases.free_bytes()
     with phases("graphs"):
