@@ -8,6 +8,7 @@ import importlib
 BENCHES: dict[str, str] = {
     "throughput": "offline workloads by name, in this process: tokens per second",
     "latency": "one request's first and later tokens, and a decode step's time by batch size",
+    "serve": "load any OpenAI-compatible server over HTTP; latencies, throughput, and whether to believe them",
     "kernels": "attention kernels against each other, the machine's ceilings and naive attention",
 }
 """Name and one-line help. Module `steelyard.cli.bench_NAME` has `add_arguments(parser)` and `run(args) -> int`."""
