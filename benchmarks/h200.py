@@ -39,6 +39,7 @@ from steelyard.perf.workloads import case_names, find_case, write_config
 
 WHOLE = ("single 128/257", "short-short 256/128")
 SAMPLE_STEPS = 400
+SINGLE_RUNS = 5
 FLOAT32_TIE, BFLOAT16_TIE = 2e-3, 0.25
 """Log-probabilities closer than this may change places: bfloat16 logits of the small models are off by about 1 %."""
 LENS = (1, 17, 64, 100, 300, 600, 5, 33)
@@ -188,7 +189,8 @@ def measure(args: argparse.Namespace, model: str) -> None:
     rows, steps = [], []
     for name in args.cases:
         case = find_case(name)
-        runs = [run_case(llm, case, recorder) for _ in range(args.runs)]
+        num_runs = max(args.runs, SINGLE_RUNS) if len(case.lens) == 1 else args.runs
+        runs = [run_case(llm, case, recorder) for _ in range(num_runs)]
         records = recorder.named(f"{model} {case.name}")
         steps += records if case.name in WHOLE else thin(records, SAMPLE_STEPS)
         rows.append(_row(args, model, case.name, runs, startup_s) | {"cold_start_s": cold_s, "phases": phases})
