@@ -196,6 +196,20 @@ def test_a_request_that_ends_in_time_leaves_no_deadline_behind() -> None:
     assert harness.engine.next_deadline_ns is None
 
 
+def test_a_deadline_for_the_first_token_ends_who_waits_and_nobody_who_has_one() -> None:
+    harness = Harness(max_rows=1)
+    first = Submit("a", [1, 2, 3], SamplingParams(max_tokens=20), first_token_in_ns=5 * STEP_NS)
+    late = Submit("late", [4, 5, 6], SamplingParams(max_tokens=5), first_token_in_ns=5 * STEP_NS)
+    for submit in (first, late):
+        harness.submitted_ns[submit.id] = harness.clock.now_ns
+        assert isinstance(harness.engine.submit(submit), Accepted)
+    harness.run()
+    assert (harness.ends["a", 0].reason, harness.ends["a", 0].usage.completion_tokens) == ("length", 20)
+    assert (harness.ends["late", 0].reason, harness.ends["late", 0].usage.completion_tokens) == ("deadline", 0)
+    assert harness.engine.next_deadline_ns is None
+    harness.assert_clean()
+
+
 # refusals
 
 

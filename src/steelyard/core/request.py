@@ -31,6 +31,7 @@ class Request(Timed):
     fork_of          the sibling whose prompt KV this choice shares once it is there (n > 1)
     row, epoch       its line in the device tables while resident; -1 otherwise
     max_tokens       definite: clamped at admission if the client gave none
+    has_grammar      its tokens are held to a grammar; it is scheduled once that is compiled (grammar_ready)
     stop_ids         token ids that end it (empty under ignore_eos, plus stop_token_ids)
     """
 
@@ -41,6 +42,8 @@ class Request(Timed):
         "detail",
         "epoch",
         "fork_of",
+        "grammar_ready",
+        "has_grammar",
         "id",
         "index",
         "max_tokens",
@@ -93,6 +96,8 @@ class Request(Timed):
         self.block_hashes = block_hashes if block_hashes is not None else []
         self.fork_of = fork_of
         self.deadline_ns = deadline_ns
+        self.has_grammar = False
+        self.grammar_ready = False
         self.row = -1
         self.epoch = 0
         self.num_computed = 0

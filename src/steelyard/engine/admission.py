@@ -58,6 +58,7 @@ def make_choices(submit: Submit, seed: int, eos_token_ids: frozenset[int], now_n
             fork_of=first,
             deadline_ns=None if submit.deadline_in_ns is None else now_ns + submit.deadline_in_ns,
         )
+        choice.has_grammar = bool(submit.grammar)
         first = first or choice
         yield choice
 

@@ -12,18 +12,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush
 from typing import Any
 
 from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Emitted, Event, FinishReason, Request
-from steelyard.core.step import Runner, Step
+from steelyard.core.step import Runner, Step, StepPlan
 from steelyard.engine import reporting
 from steelyard.engine.admission import check_submit, make_choices, refusal
+from steelyard.engine.grammars import Grammars
 from steelyard.engine.ledgers import Ledgers
-from steelyard.errors import EngineDead
+from steelyard.engine.options import EngineFault, EngineOptions
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.wire.messages import (
     Accepted,
@@ -51,31 +51,6 @@ STOP_REASONS = {
 """What a `Stop` message's reason makes of a choice's end."""
 
 
-class EngineFault(EngineDead):
-    """The runner failed: no step can follow. The message says how."""
-
-    code = "engine_fault"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What the engine adds to what scheduler and runner were built with.
-
-    model, config     as `Ready` reports them
-    eos_token_ids     end a choice unless it ignores them
-    seed              of the seeds given to requests that bring none
-    check_invariants  run `check` after every step
-    block_bytes       of each KV group; empty: the pool's bytes over its blocks
-    """
-
-    model: str = ""
-    eos_token_ids: frozenset[int] = frozenset()
-    seed: int = 0
-    check_invariants: bool = False
-    block_bytes: tuple[int, ...] = ()
-    config: dict[str, Any] = field(default_factory=dict)
-
-
 class Engine:
     """Serves requests on one runner. Not thread-safe: one loop calls it.
 
@@ -98,6 +73,7 @@ class Engine:
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
+        self.grammars = Grammars(runner.caps.vocab_size)
         self.options = options or EngineOptions()
         self.clock_ns = clock_ns
         self.ledgers = ledgers or Ledgers(scheduler.max_num_seqs, clock_ns())
@@ -130,6 +106,7 @@ class Engine:
         choices: list[Request] = []
         try:
             check_submit(submit, self.runner.caps)
+            self.grammars.check(submit.grammar)
             seed = submit.sampling.seed if submit.sampling.seed is not None else self._next_seed()
             for choice in make_choices(submit, seed, self.options.eos_token_ids, now_ns):
                 self.ledgers.opened(choice, was_idle)
@@ -140,6 +117,7 @@ class Engine:
                 self.scheduler.stop(choice.key, FinishReason.ABORT, now_ns)
             return refusal(submit.id, error)
         self._live[submit.id] = {choice.index: choice for choice in choices}
+        self.grammars.open(choices, submit.grammar)
         for choice in choices:
             if choice.deadline_ns is not None:
                 heappush(self._deadlines, (choice.deadline_ns, *choice.key, False))
@@ -206,8 +184,8 @@ class Engine:
 
     def step(self) -> list[FromEngine]:
         """Run the loop once: at most one launch and one collect. Raises EngineFault if the runner failed."""
-        messages = self._messages(self._expire())
-        launched = False
+        messages = self._messages(self._expire() + self._poll_grammars())
+        launched = masked = False
         try:
             plan = self.scheduler.schedule(self.clock_ns())
         except Exception as error:
@@ -216,10 +194,15 @@ class Engine:
         if plan is not None:
             self.ledgers.launched(plan, self.scheduler.request_at)
             self._flights.append(self._run("launch", self.runner.launch, plan))
-            launched = True
+            launched, masked = True, bool(plan.masked)
         collected = bool(self._flights) and (not launched or len(self._flights) > self._max_ahead)
+        behind = len(self._flights) > 1  # the masks of this step hang on the tokens of the one before
+        if masked and not behind:
+            self._sample(plan)
         if collected:
             messages += self._collect()
+        if masked and behind:
+            self._sample(plan)
         self.progressed = launched or collected
         if self.progressed or not self._is_due():
             self._progress_ns = self.clock_ns()
@@ -297,6 +280,19 @@ class Engine:
             events += self.scheduler.stop((request_id, index), FinishReason.DEADLINE, now_ns)
         return events
 
+    def _poll_grammars(self) -> list[Event]:
+        """End the requests whose grammar failed; the others may be scheduled from now on."""
+        events: list[Event] = []
+        for request, why in self.grammars.poll():
+            request.detail = f"the grammar failed: {why}"
+            events += self.scheduler.stop(request.key, FinishReason.ERROR, self.clock_ns())
+        return events
+
+    def _sample(self, plan: StepPlan | None) -> None:
+        assert plan is not None
+        masks = self.grammars.masks(plan, self.scheduler.request_at)
+        self._run("sample", lambda step: self.runner.sample(step, masks), self._flights[-1])
+
     def _collect(self) -> list[FromEngine]:
         result = self._run("collect", self.runner.collect, self._flights.popleft())
         now_ns = self.clock_ns()
@@ -318,6 +314,9 @@ class Engine:
         """One Deltas with all that was emitted, then the ends."""
         if not events:
             return []
+        for event in events:
+            if isinstance(event, Emitted) and event.request.has_grammar:
+                self.grammars.accept(event.request, event.ids)
         emitted = [reporting.delta(event) for event in events if isinstance(event, Emitted)]
         ended = [event.request for event in events if not isinstance(event, Emitted)]
         messages: list[FromEngine] = [Deltas(emitted)] if emitted else []
@@ -326,6 +325,7 @@ class Engine:
     def _finished(self, request: Request) -> Finished:
         choices = self._live[request.id]
         del choices[request.index]
+        self.grammars.close(request)
         if not choices:
             del self._live[request.id]
             self._paused.discard(request.id)

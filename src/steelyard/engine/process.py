@@ -35,6 +35,7 @@ from steelyard.wire.messages import (
     Stop,
     Submit,
     ToEngine,
+    Vocabulary,
 )
 
 EXIT_FAULT = 1
@@ -95,6 +96,8 @@ class Loop:
                 self._channel.send(peer, answer)
             case Ask():
                 self._channel.send(peer, engine.ask(message))
+            case Vocabulary():
+                engine.grammars.set_vocabulary(message.tokenizer_json, message.eos_token_ids)
             case Control():
                 _log.info("control: %s", message.what)
                 self._route(engine.control(message))

@@ -38,8 +38,8 @@ class Joiner:
         while at < len(waiting.items):
             request = waiting.items[at]
             shared = self._shared_obstacle(draft, may_join)
-            if shared is None and self._has_private_obstacle(request):
-                skipped[request] = State.WAIT_POLICY
+            if shared is None and (private := self._private_obstacle(request)) is not None:
+                skipped[request] = private
                 at += 1
                 continue
             if shared is None and not self._enter(request, draft, at):
@@ -61,14 +61,16 @@ class Joiner:
             return State.WAIT_SLOT
         return State.WAIT_BUDGET if draft.budget == 0 else None
 
-    def _has_private_obstacle(self, request: Request) -> bool:
-        """True for a paused request, and for a choice whose sibling is still computing the prompt they share."""
+    def _private_obstacle(self, request: Request) -> State | None:
+        """Of a paused request, of a choice whose sibling still computes their prompt, of a grammar being compiled."""
+        if request.has_grammar and not request.grammar_ready:
+            return State.WAIT_GRAMMAR
         if request.id in self._live.paused_ids:
-            return True
+            return State.WAIT_POLICY
         parent = request.fork_of
         if parent is None or parent.state in (State.ENDED, State.OVERSHOOT):
-            return False
-        return parent.num_computed < request.prompt_len - 1
+            return None
+        return State.WAIT_POLICY if parent.num_computed < request.prompt_len - 1 else None
 
     def _displace_paused(self, obstacle: State, draft: Draft) -> bool:
         """Paused requests alone hold what the head of the queue lacks: one of them gives way."""

@@ -43,6 +43,7 @@ class Live:
         self.edits: list[TableEdit] = []  # behind windows, for the next plan
         self.requests: dict[str, dict[int, Request]] = {}
         self.paused_ids: set[str] = set()
+        self.num_with_grammar = 0
 
     # lookup
 
@@ -56,6 +57,7 @@ class Live:
 
     def add(self, request: Request) -> None:
         self.requests.setdefault(request.id, {})[request.index] = request
+        self.num_with_grammar += request.has_grammar
         self.waiting.push(request)
 
     def enter(self, request: Request, now_ns: int) -> Resident:
@@ -140,6 +142,7 @@ class Live:
     def _forget(self, request: Request) -> None:
         siblings = self.requests[request.id]
         del siblings[request.index]
+        self.num_with_grammar -= request.has_grammar
         if not siblings:
             del self.requests[request.id]
             self.paused_ids.discard(request.id)

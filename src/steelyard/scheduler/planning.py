@@ -146,10 +146,17 @@ class Planner:
             edits=(*live.edits, *draft.edits),
             copies=tuple(draft.copies),
             work=tuple(draft.work),
+            masked=self._masked(draft) if live.num_with_grammar else (),
         )
         live.edits = []
         live.rows.leave.clear()
         return Flight(plan, {work.row: work for work in plan.work}, draft.states)
+
+    def _masked(self, draft: Draft) -> tuple[int, ...]:
+        """Rows that sample and are held to a grammar."""
+        by_row = self._live.rows.by_row
+        sampled = ((work.row, by_row[work.row]) for work in draft.work if Want.TOKEN in work.want)
+        return tuple(row for row, resident in sampled if resident is not None and resident.request.has_grammar)
 
     def _make_room(self, resident: Resident, num_tokens: int, draft: Draft) -> bool:
         """Blocks for `num_tokens` positions, displacing others if need be and the pipeline is empty."""

@@ -1,6 +1,6 @@
 """What the server and the engine say to each other: msgspec structs, packed as tagged arrays. No behaviour.
 
-    server -> engine   Submit  Stop  Pause  Resume  Ask  Control
+    server -> engine   Submit  Stop  Pause  Resume  Ask  Control  Vocabulary
     engine -> server   Ready (once), Accepted | Refused, then Deltas (one message a step) and Finished;
                        Status every 100 ms; Answer; Fault
 
@@ -23,6 +23,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Submit(_Message, frozen=True):
     """A prompt of token ids; `n` choices are numbered 0 .. n-1. Hashes are of the prompt's full blocks.
 
+    grammar  what the output must be, in llguidance's JSON; after a `Vocabulary`
     deadline_in_ns, first_token_in_ns  when it must have ended, and when it must have a token, from now
     """
 
@@ -36,6 +37,7 @@ class Submit(_Message, frozen=True):
     deadline_in_ns: int | None = None
     want: str = "tokens"
     first_token_in_ns: int | None = None
+    grammar: str = ""
 
 
 class Stop(_Message, frozen=True):
@@ -55,6 +57,13 @@ class Pause(_Message, frozen=True):
 
 class Resume(_Message, frozen=True):
     id: str
+
+
+class Vocabulary(_Message, frozen=True):
+    """The tokens' texts (a tokenizer.json), for engines that hold outputs to grammars. Sent once, when first needed."""
+
+    tokenizer_json: str
+    eos_token_ids: list[int]
 
 
 class Ask(_Message, frozen=True):
@@ -187,5 +196,5 @@ class Fault(_Message, frozen=True):
     message: str
 
 
-ToEngine = Submit | Stop | Pause | Resume | Ask | Control
+ToEngine = Submit | Stop | Pause | Resume | Ask | Control | Vocabulary
 FromEngine = Ready | Accepted | Refused | Deltas | Finished | Status | Answer | Fault
