@@ -9,6 +9,8 @@ from steelyard.errors import StartError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
 LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
@@ -99,6 +101,8 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
     log_format: str = "text"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     enable_prompt_tokens_details: bool = True
     ledger_log: str | None = None
 
@@ -119,6 +123,8 @@ class ServerConfig:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise StartError(f"--root-path must begin with / and not end with it, got {self.root_path!r}")
         _one_of("--log-format", self.log_format, LOG_FORMATS)
+        _one_of("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        _one_of("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cli.options import parse_size
-from steelyard.config import LOG_FORMATS, ServerConfig
+from steelyard.config import LOG_FORMATS, REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from steelyard.errors import StartError
 
 _SECONDS: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
@@ -82,6 +82,8 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--ssl-certfile", metavar="FILE", help="and this certificate")
     add("--ssl-ca-certs", metavar="FILE", help="ask clients for a certificate of one of these authorities")
     add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (default: its own)")
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes calls (default: by its template)")
+    add("--reasoning-parser", choices=REASONING_PARSERS, help="tell thinking apart (default: by its template)")
     add("--log-format", choices=LOG_FORMATS, help="of what this process logs (default: text)")
     add(
         "--stall-limit",

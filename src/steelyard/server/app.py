@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from steelyard.config import ServerConfig
 from steelyard.errors import NotFound, SteelyardError
 from steelyard.server.client import EngineClient
+from steelyard.server.dialogue import THINK
 from steelyard.server.edge import Edge
 from steelyard.server.errors import MethodNotAllowed
 from steelyard.server.exchange import Endpoint
@@ -36,6 +37,8 @@ from steelyard.server.service import Service
 from steelyard.server.tenants import Tenants, load_tenants
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
+from steelyard.text.tools import FORMATS, ToolFormat, detect_format
+from steelyard.wire.messages import Vocabulary
 
 
 def make_service(
@@ -52,6 +55,8 @@ def make_service(
 ) -> Service:
     """The shared state of a server whose engine is ready. Without a tokenizer: token ids in, token ids out."""
     info = client.info
+    if tokenizer is not None:
+        client.vocabulary = lambda: Vocabulary(tokenizer.to_json(), sorted(eos_token_ids))
     assert info is not None, "the engine is not ready"
     prompts = Prompts(client, tokenizer, template, info.vocab_size, info.max_model_len)
     return Service(
@@ -59,12 +64,27 @@ def make_service(
         client=client,
         prompts=prompts,
         metrics=metrics,
+        tool_format=_tool_format(config, template),
+        splits_reasoning=_splits_reasoning(config, template),
         tenants=tenants or load_tenants(None, config.api_key),
         model_name=model_name,
         eos_token_ids=eos_token_ids,
         clock_ns=clock_ns,
         created_s=int(time.time()),
     )
+
+
+def _tool_format(config: ServerConfig, template: ChatTemplate | None) -> ToolFormat | None:
+    name: str | None = config.tool_call_parser
+    if name == "auto":
+        name = detect_format(template.source if template is not None else None)
+    return FORMATS.get(name or "none")
+
+
+def _splits_reasoning(config: ServerConfig, template: ChatTemplate | None) -> bool:
+    if config.reasoning_parser == "auto":
+        return template is not None and THINK[1] in (template.source or "")
+    return config.reasoning_parser != "none"
 
 
 def create_app(service: Service) -> ASGIApp:

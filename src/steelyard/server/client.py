@@ -20,6 +20,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.errors import EngineDead, Overloaded, SteelyardError
 from steelyard.server.collector import Collector
 from steelyard.server.metrics import Metrics
+from steelyard.server.terms import Prompt, Terms
 from steelyard.wire.messages import (
     Accepted,
     Answer,
@@ -37,33 +38,12 @@ from steelyard.wire.messages import (
     Stop,
     Submit,
     ToEngine,
+    Vocabulary,
 )
 
 NS = 1_000_000_000
 MAX_PENDING_TOKENS = 2048
 """Of one HTTP request, made and not taken by its reader: beyond them the engine goes on with others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids and the keys of their full blocks."""
-
-    ids: list[int]
-    block_hashes: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """On whose account a request runs, and how long it may take from its arrival.
-
-    first_token_ns, deadline_ns  limits for the first token and for all of it; None: none
-    """
-
-    tenant: str = ""
-    namespace: bytes = b""
-    priority: int = 0
-    first_token_ns: int | None = None
-    deadline_ns: int | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +70,8 @@ class EngineClient:
         self._asked: dict[str, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[Ready] | None = None
         self._heard_ns = clock_ns()
+        self._knows_vocabulary = False
+        self.vocabulary: Callable[[], Vocabulary] | None = None
         self.info: Ready | None = None
         self.status: Status | None = None
         self.death: str | None = None
@@ -184,6 +166,8 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         accepted: list[asyncio.Future[Accepted]] = []
         try:
+            if terms.grammar:
+                self._send_vocabulary()
             for i, prompt in enumerate(prompts):
                 id = uuid.uuid4().hex
                 collector.ids.append(id)
@@ -201,6 +185,12 @@ class EngineClient:
         self._metrics.params_n.observe(sampling.n)
         return collector
 
+    def _send_vocabulary(self) -> None:
+        if not self._knows_vocabulary:
+            assert self.vocabulary is not None, "a grammar without a tokenizer"
+            self._send(self.vocabulary())
+            self._knows_vocabulary = True
+
     def _submit(self, id: str, prompt: Prompt, sampling: SamplingParams, terms: Terms, arrived_ns: int) -> Submit:
         spent_ns = self._clock_ns() - arrived_ns
         return Submit(
@@ -211,6 +201,7 @@ class EngineClient:
             tenant=terms.tenant,
             priority=terms.priority,
             block_hashes=prompt.block_hashes,
+            grammar=terms.grammar,
             deadline_in_ns=None if terms.deadline_ns is None else terms.deadline_ns - spent_ns,
             first_token_in_ns=None if terms.first_token_ns is None else terms.first_token_ns - spent_ns,
         )

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from steelyard.errors import ContextLengthExceeded, InvalidRequest
-from steelyard.server.client import EngineClient, Prompt
+from steelyard.server.client import EngineClient
 from steelyard.server.protocol import Message
+from steelyard.server.terms import Prompt
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
 
@@ -65,6 +66,7 @@ class Prompts:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The chat as the model's text. Raises InvalidRequest: no template, or the template's own refusal."""
         self.need_tokenizer("messages")
@@ -81,10 +83,17 @@ class Prompts:
                 )
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         plain = [msgspec.to_builtins(message) for message in messages]
-        for message in plain:
+        for i, message in enumerate(plain):
+            if message["content"] is None and not (message["role"] == "assistant" and message["tool_calls"]):
+                where = f"messages[{i}].content"
+                raise InvalidRequest(
+                    f"{where}: is required, but in an assistant's tool_calls",
+                    param=where,
+                    code="missing_required_parameter",
+                )
             if message["role"] == "developer":
                 message["role"] = "system"
-        text = self._template.render(plain, add_generation_prompt=opens, **(kwargs or {}))
+        text = self._template.render(plain, tools=tools, add_generation_prompt=opens, **(kwargs or {}))
         return _left_open(text, messages[-1]) if continue_final_message else text
 
     async def from_text(self, text: str, add_special_tokens: bool, param: str, namespace: bytes = b"") -> Prompt:
@@ -135,7 +144,8 @@ class Prompts:
 
 def _left_open(text: str, last: Message) -> str:
     """The rendered chat up to the end of its last message's content, so that the model goes on writing it."""
-    content = last.content if isinstance(last.content, str) else last.content[-1].text if last.content else ""
+    parts = last.content or ""
+    content = parts if isinstance(parts, str) else parts[-1].text
     for wanted in (content, content.strip()):
         at = text.rfind(wanted) if wanted else -1
         if at >= 0:

@@ -178,6 +178,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    stop_in_reasoning: bool | None = None
     # no effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -16,10 +16,11 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.core.timed import State
 from steelyard.errors import RequestFailed
 from steelyard.server.admission import Place
-from steelyard.server.client import Prompt, Terms
 from steelyard.server.collector import Collector, Update
 from steelyard.server.errors import DeadlineExceeded
 from steelyard.server.exchange import Exchange
+from steelyard.server.terms import Prompt, Terms
+from steelyard.text.marks import ReasoningGate
 from steelyard.text.stream import TextStream
 from steelyard.wire.messages import Finished, Logprob
 
@@ -34,6 +35,19 @@ class Chunk:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Marks around what a model thinks. `inside`: the prompt has the opening one; `stops`: stop strings count there."""
+
+    opens: str
+    closes: str
+    inside: bool
+    stops: bool = False
+
+    def gate(self) -> ReasoningGate:
+        return ReasoningGate(self.opens, self.closes, self.inside, self.stops)
 
 
 class Choice:
@@ -57,6 +71,14 @@ class Choice:
         assert self.end is not None, "usage asked for before the end"
         num_tokens = self.end.usage.completion_tokens
         return num_tokens if self.stop_string_keep is None else min(num_tokens, self.stop_string_keep)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Up to and with the closing mark."""
+        gate = self._stream.gate if self._stream is not None else None
+        if gate is None:
+            return 0
+        return gate.passed_at or (self.num_completion_tokens if gate.inside else 0)
 
     def feed(self, update: Update) -> Chunk | None:
         """The chunk that `update` makes ready, if any. Raises RequestFailed if the engine could not go on."""
@@ -118,6 +140,7 @@ class Run:
     """A request in the engine's hands. Use as a context: leaving it stops what still runs.
 
     continues  the text goes on where the prompt's ends (completions), and is not one of its own (chat)
+    reasoning  what is known of the model's thinking before it begins, None: it is not told apart
     """
 
     def __init__(
@@ -127,7 +150,9 @@ class Run:
         sampling: SamplingParams,
         place: Place,
         continues: bool,
+        reasoning: Reasoning | None = None,
     ) -> None:
+        self._reasoning = reasoning
         self._exchange = exchange
         self._continues = continues
         self._prompts = prompts
@@ -215,6 +240,9 @@ class Run:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
+        if self._reasoning is not None:
+            num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         if self._exchange.service.config.enable_prompt_tokens_details:
             firsts = (choice.end for choice in self._choices[:: self._sampling.n])
             usage["prompt_tokens_details"] = {"cached_tokens": sum(end.usage.cached_tokens for end in firsts if end)}
@@ -233,7 +261,8 @@ class Run:
         tokenizer = self._exchange.service.prompts.tokenizer
         if tokenizer is None:
             return None
-        return TextStream.for_request(tokenizer, self._sampling, continues=self._continues)
+        gate = self._reasoning.gate() if self._reasoning is not None else None
+        return TextStream.for_request(tokenizer, self._sampling, continues=self._continues, gate=gate)
 
 
 def max_output(sampling: SamplingParams, num_prompts: int = 1) -> int | None:

@@ -10,14 +10,18 @@ from dataclasses import dataclass, field, replace
 from steelyard.config import ServerConfig
 from steelyard.core.sampling import SamplingParams
 from steelyard.errors import ContextLengthExceeded, EngineDead, InvalidRequest
+from steelyard.grammar.source import GrammarChecker
 from steelyard.server.admission import Admission
-from steelyard.server.client import EngineClient, Terms
+from steelyard.server.client import EngineClient
 from steelyard.server.errors import ModelNotFound, ShuttingDown
 from steelyard.server.ledger import Ledgers
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
 from steelyard.server.protocol import GenerationBody
+from steelyard.server.structured import grammar_of
 from steelyard.server.tenants import Tenant, Tenants
+from steelyard.server.terms import Terms
+from steelyard.text.tools import ToolFormat
 from steelyard.wire.messages import Ready
 
 log = logging.getLogger("steelyard.server")
@@ -28,6 +32,8 @@ class Service:
     """The server's shared state.
 
     eos_token_ids  ids that end a text unless ignore_eos
+    tool_format    how the model writes tool calls, None: not known
+    splits_reasoning  what it thinks between marks is told apart from what it says
     draining       True from the first signal to stop: what runs goes on, nothing new is taken
     num_in_flight  HTTP requests for tokens that have not been answered to the end
     """
@@ -37,11 +43,14 @@ class Service:
     prompts: Prompts
     metrics: Metrics
     tenants: Tenants
+    tool_format: ToolFormat | None
+    splits_reasoning: bool
     model_name: str
     eos_token_ids: frozenset[int]
     clock_ns: Callable[[], int]
     created_s: int
     admission: Admission = field(init=False)
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     ledgers: Ledgers = field(init=False)
     draining: bool = False
     num_in_flight: int = 0
@@ -75,6 +84,13 @@ class Service:
             first_token_ns=_ns(body.ttft_deadline_ms),
             deadline_ns=_ns(body.deadline_ms),
         )
+
+    async def grammar(self, body: GenerationBody) -> str:
+        """What the output is held to, checked; "" for free text. Raises InvalidRequest."""
+        grammar, param = await grammar_of(body, self.grammars)
+        if grammar:
+            self.prompts.need_tokenizer(param)
+        return grammar
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is what is served here, or not given."""

@@ -32,6 +32,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, bos_token: str | None, eos_token: str | None) -> None:
+        self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._template: jinja2.Template | None = None
         self._why_not = "this model has no chat template; use /v1/completions"

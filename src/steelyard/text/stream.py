@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steelyard.core.sampling import SamplingParams
+from steelyard.text.marks import ReasoningGate
 from steelyard.text.stops import Match, StopMatcher
 from steelyard.text.tokenizer import Tokenizer
 
@@ -44,6 +45,7 @@ class TextStream:
     skip_special_tokens  control tokens add no text
     continues            the answer continues the prompt's text: its leading space is shown (completions), and not
                          dropped as that of a text of its own (chat)
+    gate                 stop strings are not looked for in the reasoning it finds
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class TextStream:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         continues: bool = False,
+        gate: ReasoningGate | None = None,
     ) -> None:
+        self.gate = gate
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -71,7 +75,13 @@ class TextStream:
         self._ended: Piece | None = None
 
     @classmethod
-    def for_request(cls, tokenizer: Tokenizer, sampling: SamplingParams, continues: bool = False) -> TextStream:
+    def for_request(
+        cls,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        continues: bool = False,
+        gate: ReasoningGate | None = None,
+    ) -> TextStream:
         return cls(
             tokenizer,
             sampling.stop,
@@ -79,6 +89,7 @@ class TextStream:
             min_tokens=sampling.min_tokens,
             skip_special_tokens=sampling.skip_special_tokens,
             continues=continues,
+            gate=gate,
         )
 
     def feed(self, ids: Iterable[int]) -> Piece:
@@ -91,7 +102,7 @@ class TextStream:
             text = self._characters(token_id)
             if not text:
                 continue
-            match = self._matcher.scan(text, self._num_tokens >= self._min_tokens) if self._matcher else None
+            match = self._scan(text)
             end = self._shown_len + len(self._held) + len(text)
             self._marks.append((end, self._num_tokens))
             if match:
@@ -102,6 +113,13 @@ class TextStream:
     def _num_shown(self) -> int:
         """A stop string begins behind what is shown, so the token with the last shown character stays for certain."""
         return self._marks[0][1] if self._matcher else self._num_tokens
+
+    def _scan(self, text: str) -> Match | None:
+        num_exempt = self.gate.take(text, self._num_tokens) if self.gate else 0
+        if self._matcher is None:
+            return None
+        match = self._matcher.scan(text[num_exempt:], self._num_tokens >= self._min_tokens)
+        return Match(match.stop, match.end + num_exempt) if match else None
 
     def finish(self) -> str:
         """What was held back, when an answer ends for another reason than a stop string; nothing after one.

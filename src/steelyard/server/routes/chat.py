@@ -6,16 +6,23 @@ A stream's first chunk of a choice carries the role and its first text together:
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from steelyard.core.timed import State
+from steelyard.errors import InvalidRequest
 from steelyard.server import sse
+from steelyard.server.dialogue import THINK, Dialogue
 from steelyard.server.exchange import Exchange
 from steelyard.server.logprobs import TokenNames, chat_logprobs
 from steelyard.server.protocol import ChatBody, chat_sampling, given, unsupported_fields
-from steelyard.server.run import Chunk, Run, max_output
+from steelyard.server.run import Chunk, Reasoning, Run, max_output
+from steelyard.server.service import Service
+from steelyard.text.tools import FORMATS, ToolFormat
 
 _DECODER = msgspec.json.Decoder(ChatBody)
 _UNSUPPORTED = unsupported_fields(ChatBody)
@@ -26,7 +33,8 @@ async def chat_completions(exchange: Exchange, raw: bytes) -> None:
     service = exchange.service
     body = exchange.decode(_DECODER, raw, _UNSUPPORTED)
     service.check_model(body.model)
-    terms = service.terms(exchange.tenant, body)
+    terms = replace(service.terms(exchange.tenant, body), grammar=await service.grammar(body))
+    tools = _tools(service, body)
     sampling = chat_sampling(body)
     service.check_sampling(sampling)
     with service.admission.reserve(exchange.tenant) as place:
@@ -36,22 +44,47 @@ async def chat_completions(exchange: Exchange, raw: bytes) -> None:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             kwargs=body.chat_template_kwargs,
+            tools=[msgspec.to_builtins(tool) for tool in body.tools or ()] if body.tool_choice != "none" else None,
         )
+        reasoning = _reasoning(service, body, text) if not terms.grammar else None
         special = given(body.add_special_tokens, False)
         prompt = await service.prompts.from_text(text, special, "messages", terms.namespace)
         sampling = service.limited(sampling, [len(prompt.ids)])
         place.add_tokens(len(prompt.ids), max_output(sampling))
         continues = bool(body.continue_final_message)
-        async with Run(exchange, [prompt], sampling, place, continues) as run:
+        async with Run(exchange, [prompt], sampling, place, continues, reasoning) as run:
             await run.start(terms)
-            reply = _Reply(exchange, body, run)
+            reply = _Reply(exchange, body, run, lambda: Dialogue(tools, reasoning, body.parallel_tool_calls is False))
             await (reply.stream() if body.stream else reply.whole())
+
+
+def _tools(service: Service, body: ChatBody) -> ToolFormat | None:
+    """How calls are read out of the answer; None where there are none. Raises InvalidRequest."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if body.tool_choice not in (None, "auto"):
+        return FORMATS["json"]
+    if service.tool_format is None:
+        raise InvalidRequest(
+            "tools: this model's template shows no format of calls that is known here; "
+            'start the server with --tool-call-parser, or send tool_choice "required"',
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return service.tool_format
+
+
+def _reasoning(service: Service, body: ChatBody, text: str) -> Reasoning | None:
+    if not service.splits_reasoning:
+        return None
+    return Reasoning(*THINK, inside=text.rstrip().endswith(THINK[0]), stops=bool(body.stop_in_reasoning))
 
 
 class _Reply:
     """Writes the answer to one request, whole or in chunks."""
 
-    def __init__(self, exchange: Exchange, body: ChatBody, run: Run) -> None:
+    def __init__(self, exchange: Exchange, body: ChatBody, run: Run, dialogue: Callable[[], Dialogue]) -> None:
+        self._dialogues: defaultdict[int, Dialogue] = defaultdict(dialogue)
         self._exchange = exchange
         self._body = body
         self._run = run
@@ -62,10 +95,7 @@ class _Reply:
 
     async def whole(self) -> None:
         """Collect every choice, then answer in one."""
-        choices = [
-            self._choice(chunk, {"message": {"role": "assistant", "content": chunk.text, "refusal": None}})
-            for chunk in await self._run.whole()
-        ]
+        choices = [self._choice(chunk, {"message": self._message(chunk)}) for chunk in await self._run.whole()]
         answer = {
             "id": self._id,
             "object": "chat.completion",
@@ -87,28 +117,51 @@ class _Reply:
         model = self._exchange.service.model_name
         form = sse.ChunkFormat(self._id, "chat.completion.chunk", self._created_s, model, include_usage)
         async for chunks in self._run.chunks():
-            await self._exchange.write(b"".join([form.chunk(self._encoded(chunk)) for chunk in chunks]))
+            events = [form.chunk(choice) for chunk in chunks if (choice := self._encoded(chunk))]
+            if events:
+                await self._exchange.write(b"".join(events))
         last = form.usage(sse.encode(self._run.usage())) if include_usage else b""
         if self._body.return_ledger:
             last += form.ledger(sse.encode(self._exchange.ledger()))
         await self._exchange.end(last + sse.DONE)
 
     def _encoded(self, chunk: Chunk) -> bytes:
+        """One choice's JSON; empty if all of the chunk is held back until more of the answer has come."""
+        said = self._dialogues[chunk.index].feed(chunk)
         first = chunk.index not in self._begun
         plain = not self._body.logprobs and not self._body.return_token_ids and chunk.finish_reason is None
-        if plain and not first:
+        if plain and said.nothing:
+            return b""
+        if plain and not first and not said.reasoning and not said.calls:
             return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
                 chunk.index,
-                sse.encode(chunk.text),
+                sse.encode(said.content),
             )
         self._begun.add(chunk.index)
-        delta = {"role": "assistant", "content": chunk.text} if first else {"content": chunk.text}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if said.content or not (said.reasoning or said.calls):
+            delta["content"] = said.content
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
+        if said.calls:
+            delta["tool_calls"] = said.calls
         return sse.encode(self._choice(chunk, {"delta": delta}))
+
+    def _message(self, chunk: Chunk) -> dict[str, Any]:
+        said = self._dialogues[chunk.index].feed(chunk)
+        content = said.content if said.content or not said.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in said.calls]
+        return message
 
     def _choice(self, chunk: Chunk, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = chat_logprobs(self._names, chunk.ids, chunk.logprobs) if self._body.logprobs else None
-        choice = {"index": chunk.index, **content, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        choice = {"index": chunk.index, **content, "logprobs": logprobs, "finish_reason": None}
         if chunk.finish_reason is not None:
+            choice["finish_reason"] = self._dialogues[chunk.index].finish_reason(chunk)
             choice["stop_reason"] = chunk.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = chunk.ids

@@ -12,7 +12,6 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.core.timed import State
 from steelyard.errors import InvalidRequest
 from steelyard.server import sse
-from steelyard.server.client import Prompt
 from steelyard.server.exchange import Exchange
 from steelyard.server.logprobs import CompletionLogprobs, TokenNames
 from steelyard.server.protocol import (
@@ -26,6 +25,7 @@ from steelyard.server.protocol import (
 )
 from steelyard.server.run import Chunk, Run, max_output
 from steelyard.server.service import Service
+from steelyard.server.terms import Prompt
 
 _DECODER = msgspec.json.Decoder(CompletionBody)
 _UNSUPPORTED = unsupported_fields(CompletionBody)
@@ -37,7 +37,7 @@ async def completions(exchange: Exchange, raw: bytes) -> None:
     service = exchange.service
     body = exchange.decode(_DECODER, raw, _UNSUPPORTED)
     service.check_model(body.model)
-    terms = service.terms(exchange.tenant, body)
+    terms = replace(service.terms(exchange.tenant, body), grammar=await service.grammar(body))
     sampling = completion_sampling(body)
     service.check_sampling(sampling)
     with service.admission.reserve(exchange.tenant) as place:

@@ -1,0 +1,29 @@
+"""What is submitted: a prompt, and the terms it runs under. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids and the keys of their full blocks."""
+
+    ids: list[int]
+    block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On whose account a request runs, and how long it may take from its arrival.
+
+    first_token_ns, deadline_ns  limits for the first token and for all of it; None: none
+    grammar                      what its output is held to, as llguidance has it; "": free text
+    """
+
+    tenant: str = ""
+    namespace: bytes = b""
+    priority: int = 0
+    first_token_ns: int | None = None
+    deadline_ns: int | None = None
+    grammar: str = ""
