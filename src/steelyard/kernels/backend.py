@@ -17,7 +17,7 @@ from steelyard.kernels.attention import Attention, KvLayer
 from steelyard.kernels.sampling import Controls
 
 Weight: TypeAlias = Any
-"""A tensor, or what the same backend's `pack` made of it."""
+"""A tensor, or what the same backend's `pack` made of it: an object with `tensors`, all that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,13 @@ class Stored:
     """How a checkpoint holds some rows of a weight.
 
     kind    "F32", "BF16", "Q4_1", ...
-    levels  of 4-bit kinds, read when called: (levels uint8 [N, K] of 0 to 15, step float32 [N, K / 32], low float32
-            [N, K / 32]), weight = level * step + low in groups of 32 along K
+    bits    of a level, 4 to 8; 0: the kind has no levels in groups of 32 along K
+    levels  read when called: (levels uint8 [N, K], step float32 [N, K / 32], low float32 [N, K / 32]),
+            weight = level * step + low
     """
 
     kind: str
+    bits: int = 0
     levels: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
 
 

@@ -77,8 +77,13 @@ class Linear:
         self.backend.fusions.product(x, self.packed, bias=self.bias, add_to=stream)
 
     def pack(self, stored: Sequence[Stored]) -> None:
-        """After loading: let the backend choose the weight's form. `stored`: see Backend.pack."""
+        """After loading: let the backend choose the weight's form. `stored`: see Backend.pack.
+
+        Afterwards `weight` is a shape without data, unless the backend uses it as it is.
+        """
         self.packed = self.backend.pack(self.weight, stored)
+        if self.packed is not self.weight:
+            self.weight = self.weight.to("meta")
 
     def targets(self, *names: str) -> dict[str, Target]:
         """Checkpoint name -> view. One name: a checkpoint that is fused already; else one name a part."""

@@ -170,17 +170,27 @@ class Decoder:
             if name in stored and target.view.dim() == 2:
                 place = target.view.untyped_storage().data_ptr()
                 parts.setdefault(place, {})[int(target.view.storage_offset())] = stored[name]
+        for product in self._products():
+            of_product = parts.get(product.weight.untyped_storage().data_ptr(), {})
+            product.pack([of_product[first] for first in sorted(of_product)])
+
+    def _products(self) -> list[Linear | Head]:
         products: list[Linear | Head] = [self.head]
         for layer in self.layers:
             products += [layer.attention.qkv, layer.attention.out]
             if isinstance(layer.mlp, GatedMlp):
                 products += [layer.mlp.gate_up, layer.mlp.down]
-        for product in products:
-            of_product = parts.get(product.weight.untyped_storage().data_ptr(), {})
-            product.pack([of_product[first] for first in sorted(of_product)])
+        return products
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights, a tied head once."""
-        storages = {t.view.untyped_storage().data_ptr(): t.view.untyped_storage() for t in self.targets().values()}
-        return sum(storage.nbytes() for storage in storages.values())
+        """Bytes of all weights in every form they are held in, a tied head once."""
+        held = [target.view for target in self.targets().values() if not target.view.is_meta]
+        for product in self._products():
+            if product.packed is not product.weight:
+                held += product.packed.tensors
+        # A tensor in a library's own layout has no storage that could be asked, and is nobody's view.
+        places = {id(t) if t.is_mkldnn else t.untyped_storage().data_ptr(): t for t in held}
+        return sum(
+            t.numel() * t.element_size() if t.is_mkldnn else t.untyped_storage().nbytes() for t in places.values()
+        )

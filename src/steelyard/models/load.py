@@ -51,6 +51,7 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
         if entry.file not in files:
             files[entry.file] = map_file(entry.file)
         copy_tensor(entry, files[entry.file], targets[name])
+    del targets  # packing gives back each weight whose other forms it has made
     decoder.pack({name: _stored(entry, files[entry.file]) for name, entry in entries.items()})
 
 
@@ -64,7 +65,9 @@ def _stored(entry: TensorEntry, data: Tensor) -> Stored:
         quants, step, low = (unpermute(part, entry.permuted_heads) for part in parts)
         return quants, step, low
 
-    return Stored(entry.kind, read if entry.kind in LEVELS and len(entry.shape) == 2 else None)
+    if entry.kind not in LEVELS or len(entry.shape) != 2:
+        return Stored(entry.kind)
+    return Stored(entry.kind, LEVELS[entry.kind].bits, read)
 
 
 def check_complete(targets: Mapping[str, Target], entries: Mapping[str, TensorEntry]) -> None:

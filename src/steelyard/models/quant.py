@@ -40,7 +40,7 @@ def levels(packed: Tensor, kind: str, shape: tuple[int, ...]) -> tuple[Tensor, T
     Its values are level * step + low in groups of 32.
     """
     blocks = packed.view(-1, FORMATS[kind].block_bytes)
-    quants, step, low = LEVELS[kind](blocks)
+    quants, step, low = LEVELS[kind].read(blocks)
     return quants.view(shape), step.view(shape[0], -1), low.view(shape[0], -1)
 
 
@@ -186,8 +186,33 @@ def _levels_of_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _pairs_of_32(blocks[:, 16:]), steps, -offsets
 
 
-LEVELS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
-    "Q4_0": _levels_of_q4_0,
-    "Q4_1": _levels_of_q4_1,
-    "Q4_K": _levels_of_q4_k,
+def _levels_of_q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    step = _halves(blocks, 0)
+    return _nibbles(blocks[:, 6:]) | _high_bits(blocks, 2), step, -16 * step
+
+
+def _levels_of_q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _nibbles(blocks[:, 8:]) | _high_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _levels_of_q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    step = _halves(blocks, 0)
+    return blocks[:, 2:] ^ 128, step, -128 * step  # a two's complement byte with its sign bit turned is q + 128
+
+
+@dataclass(frozen=True, slots=True)
+class LevelFormat:
+    """Bits of a level, and uint8 [n, block_bytes] -> (levels, step, low) of the blocks' groups of 32."""
+
+    bits: int
+    read: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+LEVELS: dict[str, LevelFormat] = {
+    "Q4_0": LevelFormat(4, _levels_of_q4_0),
+    "Q4_1": LevelFormat(4, _levels_of_q4_1),
+    "Q4_K": LevelFormat(4, _levels_of_q4_k),
+    "Q5_0": LevelFormat(5, _levels_of_q5_0),
+    "Q5_1": LevelFormat(5, _levels_of_q5_1),
+    "Q8_0": LevelFormat(8, _levels_of_q8_0),
 }
