@@ -1,0 +1,54 @@
+"""Several runs of one configuration, and pairs of runs of two: what may be said of them. Numbers in, verdict out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from steelyard.bench.stats import Interval, coefficient_of_variation, mean_interval
+
+STABLE_CV = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """One figure over repeats. `stable` False: no single number may be quoted for it."""
+
+    values: tuple[float, ...]
+    median: float
+    spread: float
+    cv: float
+    stable: bool
+
+    @property
+    def verdict(self) -> str:
+        shown = ", ".join(f"{v:.4g}" for v in self.values)
+        if len(self.values) < 3:
+            return f"{len(self.values)} runs ({shown}): at least 3 are needed to call it stable"
+        word = "stable" if self.stable else "NOT STABLE: no number may be quoted"
+        return f"median {self.median:.4g}, runs {shown}, variation {self.cv:.1%}: {word}"
+
+
+def repeats(values: Sequence[float]) -> Repeats:
+    """Stable: at least three runs whose coefficient of variation is at most 5 %."""
+    cv = coefficient_of_variation(values)
+    return Repeats(tuple(values), median(values), max(values) - min(values), cv, len(values) >= 3 and cv <= STABLE_CV)
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """B against A over pairs that ran side by side with the same seed: the mean difference and its t interval."""
+
+    difference: Interval
+    relative: float
+    decided: bool
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
+    """The drift of a machine is in both members of a pair, so it leaves the difference. Decided: 0 is outside."""
+    assert len(a) == len(b) and a, "pairs need both members"
+    found = mean_interval([y - x for x, y in zip(a, b)])
+    base = sum(a) / len(a)
+    outside = found.n > 1 and not found.low <= 0.0 <= found.high
+    return Paired(found, found.mean / base if base else 0.0, outside)

@@ -1,0 +1,61 @@
+"""Repeats, pairs, and the search for capacity against servers whose capacity is known."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from steelyard.bench.repeats import paired, repeats
+from steelyard.bench.sweep import Point, rates_between, search_capacity
+from steelyard.errors import InvalidRequest
+
+
+def test_b09_runs_far_apart_are_not_one_number() -> None:
+    good, noisy = repeats([100.0, 101.0, 99.0]), repeats([100.0, 101.0, 60.0])
+    assert good.stable and good.median == 100.0 and good.spread == 2.0
+    assert not noisy.stable and "NOT STABLE" in noisy.verdict and "60" in noisy.verdict
+    assert not repeats([100.0, 100.0]).stable, "two runs cannot be called stable"
+
+
+def test_pairs_see_through_a_drift_that_hides_the_difference() -> None:
+    drift = [100.0, 130.0, 90.0, 150.0]
+    a, b = drift, [x + 5 + e for x, e in zip(drift, (0.1, -0.1, 0.2, -0.2))]
+    found = paired(a, b)
+    assert found.decided and found.difference.mean == pytest.approx(5.0)
+    assert not repeats(a).stable
+    assert not paired([1.0, 2.0], [2.0, 1.0]).decided
+
+
+def search(capacity: float, start: float, n: int = 200) -> tuple[float, float | None, int]:
+    draw = random.Random(1)
+
+    async def measure(rate: float) -> Point:
+        share = 0.97 if rate <= capacity else 0.5
+        return Point(rate, n, sum(draw.random() < share for _ in range(n)))
+
+    found = asyncio.run(search_capacity(measure, start))
+    return found.rate, found.above, len(found.points)
+
+
+@pytest.mark.parametrize("start", [1.0, 7.3, 100.0])
+def test_the_search_ends_beside_the_known_capacity_from_either_side(start: float) -> None:
+    rate, above, runs = search(10.0, start)
+    assert rate <= 10.0 < (above or 0) and (above or 0) - rate <= 0.06 * (above or 0)
+    assert runs <= 12
+
+
+def test_a_short_run_cannot_prove_an_attainment() -> None:
+    assert Point(1.0, 20, 20).outcome(0.9) == "undecided"
+    assert Point(1.0, 29, 29).outcome(0.9) == "passes"
+    assert Point(1.0, 100, 40).outcome(0.9) == "fails"
+    assert Point(1.0, 100, 100, valid=False).outcome(0.9) == "fails"
+
+
+def test_no_capacity_is_zero_and_bad_starts_are_refused() -> None:
+    rate, _, runs = search(0.0, 4.0)
+    assert rate == 0.0 and runs == 12
+    with pytest.raises(InvalidRequest):
+        search(1.0, 0.0)
+    assert rates_between(1.0, 4.0, 2) == [2.0, 3.0]
