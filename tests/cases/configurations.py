@@ -12,6 +12,10 @@ CONFIGURATIONS = {
         *("--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "512", "--max-num-seqs", "2"),
         *("--max-num-queued-tokens", "500"),
     ),
+    "priority": (
+        *("--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "24"),
+        *("--scheduling-policy", "priority"),
+    ),
 }
 
 SCRIPTED = {

@@ -37,8 +37,8 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     logs = tmp_path_factory.mktemp("logs")
     running: list[Server] = []
 
-    def start_one(*args: str) -> Server:
-        server = Server(model, [*RIG, *args], logs / f"{len(running)}.log")
+    def start_one(*args: str, key: str | None = None) -> Server:
+        server = Server(model, [*RIG, *args], logs / f"{len(running)}.log", key)
         running.append(server)
         return server
 

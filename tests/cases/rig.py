@@ -47,7 +47,7 @@ class Answer:
 class Server:
     """A running `steelyard serve`. `engine_pid` is its only child."""
 
-    def __init__(self, model: Path, args: Sequence[str], log: Path) -> None:
+    def __init__(self, model: Path, args: Sequence[str], log: Path, key: str | None = None) -> None:
         self.log = log
         self._out = log.open("wb")
         self.process = subprocess.Popen(
@@ -57,7 +57,9 @@ class Server:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.url = self._address()
-        self.http = httpx.Client(base_url=self.url, timeout=60, limits=httpx.Limits(max_connections=None))
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.Client(base_url=self.url, timeout=60, limits=limits, headers=headers)
         self.canary = self.complete(CANARY, max_tokens=8).ids
 
     @property
