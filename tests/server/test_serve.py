@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -146,3 +149,106 @@ def test_the_printed_curl_line_works_and_what_outlives_the_shutdown_timeout_gets
     assert "data: [DONE]" not in lines
     assert "shut down" in [line for line in lines if line][-1]
     assert process.wait(20) == 0
+
+
+def start_serve(model: Path, *args: str) -> tuple[subprocess.Popen[str], str]:
+    """A scripted server with these flags: (process, what it printed up to the pasted body)."""
+    process = subprocess.Popen([*SERVE, str(model), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    text = ""
+    while (line := process.stdout.readline()) and "-d '" not in line:
+        text += line
+    return process, text + line
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps({"eos_token_id": 2, "default": [40] * 1900}))
+    return str(path)
+
+
+def test_a_file_of_flags_a_unix_socket_and_a_second_sigterm(model: Path, script: str, tmp_path: Path) -> None:
+    """A drain of a minute is cut short by the second signal."""
+    path = tmp_path / "s.sock"
+    flags = {"script": script, "uds": str(path), "shutdown-timeout": 60, "served-model-name": "from-file"}
+    keys = tmp_path / "keys"
+    keys.write_text("sk-a\n")
+    config = tmp_path / "serve.toml"
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in flags.items()]
+    config.write_text("".join(lines) + f'api_key_file = "{keys}"\nignore-unknown-fields = true\n')
+    process, text = start_serve(model, "--config", str(config), "--served-model-name", "from-line")
+    try:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert "from-line" in text
+        assert "Bearer KEY" in text
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as http:
+            assert http.get("/health").status_code == 200
+            assert http.get("/v1/models").status_code == 401
+            key = {"authorization": "Bearer sk-a"}
+            assert http.get("/v1/models", headers=key).json()["data"][0]["id"] == "from-line"
+            engine = _engine(process)
+            os.kill(engine, signal.SIGSTOP)
+            body = {"prompt": [5], "max_tokens": 1900, "stream": True, "unknown": 1}
+            raw = socket.socket(socket.AF_UNIX)
+            raw.connect(str(path))
+            data = json.dumps(body)
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-a\r\n"
+            raw.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 20
+            while http.get("/health").status_code != 503:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        raw.settimeout(20)
+        while raw.recv(65536):
+            pass
+        raw.close()
+        with contextlib.suppress(ProcessLookupError):  # a stopped engine is killed after a while
+            os.kill(engine, signal.SIGCONT)
+        assert process.wait(30) == 0
+        assert not path.exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_https_behind_a_prefix_and_a_warning_when_public_without_a_key(
+    model: Path, script: str, tmp_path: Path
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
+    more = ["--host", "0.0.0.0", "--port", "0", "--script", script, "--root-path", "/llm", "--log-format", "json"]
+    process, text = start_serve(model, *tls, *more)
+    try:
+        url = re.search(r"https://[\d.:]+", text)
+        assert url is not None, text
+        with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), base_url=url[0]) as http:
+            assert http.get("/health").status_code == 200
+            assert http.get("/v1/models").json()["object"] == "list"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url[0].replace("https", "http") + "/health")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        logged = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+        assert any("anybody who reaches" in entry["message"] for entry in logged)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_mistake_in_the_file_of_flags_or_of_tenants_is_one_line(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("prot = 80\n")
+    assert "no such flag: --prot=80" in failure(str(model), "--config", str(config))
+    config.write_text("[[tenant]]\nname = 5\n")
+    assert "--tenants" in failure(str(model), "--port", "0", "--tenants", str(config))
+    assert "give both" in failure(str(model), "--port", "0", "--ssl-keyfile", "x")

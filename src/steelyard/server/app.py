@@ -27,6 +27,7 @@ from steelyard.server.prompts import Prompts
 from steelyard.server.responses import error_response
 from steelyard.server.routes.chat import chat_completions
 from steelyard.server.routes.completions import completions
+from steelyard.server.routes.docs import Docs
 from steelyard.server.routes.health import Health
 from steelyard.server.routes.ledger import LedgerRoutes
 from steelyard.server.routes.models import Models
@@ -89,7 +90,7 @@ def _splits_reasoning(config: ServerConfig, template: ChatTemplate | None) -> bo
 
 def create_app(service: Service) -> ASGIApp:
     """The application. Its routes answer errors in OpenAI's shape, those of the router included."""
-    health, models, operate = Health(service), Models(service), Operate(service)
+    health, models, operate, docs = Health(service), Models(service), Operate(service), Docs()
     generating = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat_completions,
@@ -102,6 +103,8 @@ def create_app(service: Service) -> ASGIApp:
             Route("/v1/models", models.all),
             Route("/v1/models/{id:path}", models.one),
             Route("/version", models.version),
+            Route("/openapi.json", docs.document),
+            Route("/docs", docs.page),
             Route("/health", health.health),
             Route("/live", health.live),
             Route("/metrics", health.metrics),
