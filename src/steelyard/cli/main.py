@@ -15,8 +15,10 @@ COMMANDS: dict[str, str] = {
     "keys": "make API keys for the tenants of a server",
     "generate": "complete prompts from arguments or a JSONL file",
     "chat": "talk to a model in the terminal",
+    "explain": "tell where a request's time went, from a server's ledger or a log",
     "plan": "say what serving a model will cost, before anything runs",
     "bench": "measure: attention kernels against each other and the machine",
+    "diagnose": "say which resource binds a server or a saved benchmark, with the numbers, and what to try",
     "doctor": "look at this machine, run attention here, and say which kernels really ran",
 }
 """Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""

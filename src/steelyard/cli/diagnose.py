@@ -1,0 +1,148 @@
+"""`steelyard diagnose`: which resource binds a running server or a saved report; where shared prefixes break."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from steelyard.diagnose.observation import Observation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", nargs="?", metavar="URL|REPORT", help="a server with /metrics, or a saved report (JSON)")
+    add("--stage", type=int, metavar="N", help="of a report by stages (default: the last)")
+    add("--seconds", type=float, default=10.0, help="to watch a server (default: 10)")
+    add("--max-num-seqs", type=int, metavar="N", help="the server's cap, where it does not say")
+    add("--plan-model", metavar="MODEL", help="with --plan-device: step times against the device's floor")
+    add("--plan-device", metavar="DEVICE")
+    add("--ttft", type=float, metavar="MS", help="target, with --tpot: which stage of a request misses it")
+    add("--tpot", type=float, metavar="MS")
+    add("--prompts", type=Path, metavar="FILE", help="JSON Lines of prompts: see where shared prefixes break")
+    add("--show-text", action="store_true", help="look at the text of prompts; else only hashes are compared")
+    add("--json", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis. Raises InvalidRequest naming what cannot be read."""
+    if args.source is None and args.prompts is None:
+        raise InvalidRequest("give a URL, a report, or --prompts FILE", param="source")
+    if args.source is not None:
+        _diagnose(args)
+    if args.prompts is not None:
+        _prefixes(args)
+    return 0
+
+
+def _diagnose(args: argparse.Namespace) -> None:
+    from steelyard.diagnose.sources import read_report
+    from steelyard.diagnose.verdict import diagnose
+
+    if args.source.startswith(("http://", "https://")):
+        seen = asyncio.run(_watch(args))
+    else:
+        seen = read_report(Path(args.source), args.stage)
+    if args.max_num_seqs is not None:
+        seen = replace(seen, max_num_seqs=args.max_num_seqs)
+    seen = _with_floor(args, seen)
+    slo = (args.ttft, args.tpot) if args.ttft is not None and args.tpot is not None else None
+    found = diagnose(seen, slo_ms=slo)
+    print(json.dumps(asdict(found)) if args.json else found.text())
+
+
+def _with_floor(args: argparse.Namespace, seen: Observation) -> Observation:
+    """The floor of a decode step of the batch and context seen."""
+    if not (args.plan_model and args.plan_device):
+        return seen
+    from steelyard.bench.floor import floor_tpot_ms, roofline_of
+
+    context = round((seen.input_len or 1) + (seen.output_len or 0) / 2)
+    batch = max(round(seen.decoding or 1), 1)
+    floor_s = floor_tpot_ms(roofline_of(args.plan_model, args.plan_device), context, batch) / 1e3
+    return replace(seen, floor_step_s=floor_s)
+
+
+async def _watch(args: argparse.Namespace) -> Observation:
+    """Watch a server's counters for a while. Raises InvalidRequest if it has none."""
+    from steelyard.bench.environment import server_facts
+    from steelyard.bench.http import HttpClient
+    from steelyard.bench.scrape import Scraper, mean_of
+    from steelyard.diagnose.observation import Observation
+
+    client = HttpClient(args.source, time.perf_counter_ns)
+    try:
+        scraper = Scraper(client, time.perf_counter_ns)
+        await scraper.start()
+        if not scraper.side.before:
+            raise InvalidRequest(f"{args.source}: has no /metrics page to read", param="source")
+        await asyncio.sleep(args.seconds)
+        side = await scraper.stop()
+        facts = await server_facts(client, side.after)
+    finally:
+        client.close()
+    ended, generated = side.delta("requests_ended"), side.delta("generation_tokens")
+    gauges = {word: mean_of(side.series(word)) for word in ("running", "waiting", "kv_usage")}
+    per = {word: _each(side.delta(word), ended) for word in ("queue_s", "prefill_s", "decode_s")}
+    length = _each(generated, ended)
+    cap = facts.get("config", {}).get("max_num_seqs")
+    absent = [word for word, value in gauges.items() if value is None]
+    return Observation(
+        source=args.source,
+        achieved_rate=_each(ended, args.seconds),
+        **gauges,
+        kv_usage_max=max((v for _, v in side.series("kv_usage")), default=None),
+        max_num_seqs=int(cap) if cap is not None else None,
+        preemptions_per_s=_each(side.delta("preemptions"), args.seconds),
+        input_tokens_per_s=_each(side.delta("prompt_tokens"), args.seconds),
+        output_tokens_per_s=_each(generated, args.seconds),
+        output_len=length,
+        input_len=_each(side.delta("prompt_tokens"), ended),
+        tpot_s=_each(per["decode_s"], length - 1 if length and length > 1 else None),
+        **per,
+        unread=tuple(f"{word}: the server has no such metric" for word in absent),
+    )
+
+
+def _each(value: float | None, count: float | None) -> float | None:
+    return None if value is None or not count else value / count
+
+
+def _prefixes(args: argparse.Namespace) -> None:
+    from steelyard.diagnose.prefixes import look
+
+    prompts, texts, unit = _read_prompts(args.prompts)
+    found = look(prompts, texts if args.show_text else None, unit)
+    if found is None:
+        raise InvalidRequest(f"--prompts {args.prompts}: at least two prompts are needed", param="prompts")
+    print(json.dumps(asdict(found)) if args.json else found.text())
+
+
+def _read_prompts(path: Path) -> tuple[list[list[Any]], list[list[str]] | None, int]:
+    """Sequences to compare: `token_ids`, `hash_ids` (512 tokens each, as Mooncake), or words of a `prompt`, hashed."""
+    prompts: list[list[Any]] = []
+    texts: list[list[str]] = []
+    unit = 1
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"--prompts {path}: {error}", param="prompts") from error
+    for number, row in enumerate(rows, 1):
+        if "hash_ids" in row:
+            prompts.append(row["hash_ids"])
+            unit = 512
+        elif "token_ids" in row:
+            prompts.append(row["token_ids"])
+        elif isinstance(row.get("prompt"), str):
+            texts.append(row["prompt"].split())
+            prompts.append([hash(word) for word in texts[-1]])
+        else:
+            raise InvalidRequest(f"--prompts {path}: line {number} has no prompt, token_ids or hash_ids")
+    return prompts, texts if len(texts) == len(prompts) else None, unit

@@ -1,0 +1,122 @@
+"""Which resource binds: all rules weighed against one another, with margin, runner-up, and what was not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from steelyard.diagnose.observation import Observation
+from steelyard.diagnose.rules import RULES, Finding
+
+Gain = Callable[[str, Observation], str | None]
+"""What plan predicts of a verdict's knob, in words; None where it cannot say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which half of a request is bad, by targets: the first question of every diagnosis."""
+
+    name: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`also` holds besides the verdict; `margin` is its score over the next one's; `doubts`: numbers that cannot be."""
+
+    verdict: str
+    finding: Finding | None
+    runner_up: Finding | None
+    margin: float | None
+    also: tuple[Finding, ...]
+    stage: Stage | None
+    unread: tuple[str, ...]
+    doubts: tuple[str, ...]
+    predicted: str | None
+
+    def text(self) -> str:
+        """The diagnosis for a person, numbers first."""
+        lines = [f"Binding: {self.verdict}"]
+        if self.finding is not None:
+            lines += [f"  {line}" for line in self.finding.evidence]
+            lines.append(f"  try one thing: {self.finding.knob}")
+        if self.predicted is not None:
+            lines.append(f"  predicted: {self.predicted}")
+        if self.margin is not None and self.runner_up is not None:
+            lines.append(f"Next: {self.runner_up.name}, {self.margin:.3g} times less clear")
+            lines += [f"  {line}" for line in (*self.runner_up.evidence, *self.runner_up.against)]
+        for finding in self.also:
+            lines.append(f"Also: {finding.name}")
+            lines += [f"  {line}" for line in (*finding.evidence, *finding.against)]
+        if self.stage is not None:
+            lines.append(f"Stage: {self.stage.name}: {self.stage.advice}")
+        lines += [f"Cannot be: {doubt}" for doubt in self.doubts]
+        lines += [f"Not read: {what}" for what in self.unread]
+        return "\n".join(lines) + "\n"
+
+
+def diagnose(o: Observation, gain: Gain = lambda name, o: None, slo_ms: tuple[float, float] | None = None) -> Diagnosis:
+    """Weigh every rule. `slo_ms`: targets of TTFT and TPOT, for the stage rules."""
+    findings = [f for rule in RULES if (f := rule(o)) is not None]
+    holding = sorted((f for f in findings if f.holds), key=_strength, reverse=True)
+    others = sorted((f for f in findings if not f.holds), key=lambda f: f.score, reverse=True)
+    if holding:
+        first = holding[0]
+        next_best = holding[1] if len(holding) > 1 else others[0] if others else None
+        verdict = first.name + (f" ({o.max_num_seqs})" if first.name == "sequence cap" else "")
+        margin = first.score / next_best.score if next_best is not None and next_best.score else None
+    else:
+        first, margin = None, None
+        next_best = others[0] if others else None
+        verdict = "nothing: not saturated" if _idle(o) else "not decided: no rule has its evidence"
+    capped = [f for f in others if f.name == "client" and f.score >= 1.0]
+    return Diagnosis(
+        verdict=verdict,
+        finding=first,
+        runner_up=next_best,
+        margin=margin,
+        also=(*holding[1:], *capped),
+        stage=stage_of(o, slo_ms) if slo_ms is not None else None,
+        unread=o.unread,
+        doubts=doubts(o),
+        predicted=gain(first.name, o) if first is not None else None,
+    )
+
+
+def _strength(finding: Finding) -> tuple[bool, float]:
+    """Interference and prefill explain latency; a cap or a full pool explains why more cannot run, and goes first."""
+    structural = finding.name in ("client", "sequence cap", "KV capacity", "fragmentation")
+    return structural, finding.score
+
+
+def _idle(o: Observation) -> bool:
+    """Shown to be idle: a queue that was not read is no empty queue."""
+    below_cap = o.client_cap is None or (o.little_in_flight or 0.0) < 0.95 * o.client_cap
+    return o.queued is not None and o.queued < 1.0 and below_cap and (o.attainment is None or o.attainment >= 0.99)
+
+
+def doubts(o: Observation) -> tuple[str, ...]:
+    """Numbers of the observation that no machine can produce together."""
+    found = []
+    if o.floor_step_s is not None and o.tpot_s is not None and o.tpot_s < o.floor_step_s:
+        found.append(
+            f"{o.tpot_s * 1e3:.3g} ms a token is under the physical floor of {o.floor_step_s * 1e3:.3g} ms; "
+            "look for chunks counted as tokens"
+        )
+    if o.kv_usage == 0.0 and (o.decoding or 0.0) >= 1.0:
+        found.append("KV in use is 0 while sequences run: the metric was renamed or is absent, and read as zero")
+    return tuple(found)
+
+
+def stage_of(o: Observation, slo_ms: tuple[float, float]) -> Stage | None:
+    """TTFT bad and TPOT fine, the other way round, both, or neither."""
+    if o.ttft_s is None or o.tpot_s is None:
+        return None
+    slow_first, slow_rest = o.ttft_s * 1e3 > slo_ms[0], o.tpot_s * 1e3 > slo_ms[1]
+    if slow_first and slow_rest:
+        return Stage("both are slow", "the server is over capacity: less load or more replicas before any tuning")
+    if slow_first:
+        return Stage("TTFT is slow, TPOT is fine", "queueing or prefill: admit more at once, reuse prefixes")
+    if slow_rest:
+        return Stage("TTFT is fine, TPOT is slow", "steps are long: fewer sequences a step, smaller prompt chunks")
+    return Stage("both are within their targets", "nothing to mend")

@@ -1,0 +1,84 @@
+"""Each verdict from numbers that mean it, and not from numbers that almost do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from steelyard.diagnose.observation import Observation
+from steelyard.diagnose.sources import read_report
+from steelyard.diagnose.verdict import diagnose
+from steelyard.errors import InvalidRequest
+
+CALM = Observation("t", running=10, waiting=0, max_num_seqs=64, kv_usage=0.3, preemptions_per_s=0.0, attainment=1.0)
+CASES = {
+    "client": replace(CALM, asked_rate=100.0, achieved_rate=60.0, delay_s=2.0, waiting=0.0),
+    "sequence cap (64)": replace(CALM, running=64, waiting=40, kv_usage=0.6),
+    "KV capacity": replace(CALM, running=30, waiting=9, kv_usage=0.97, kv_usage_max=0.99, preemptions_per_s=0.5),
+    "prefill compute": replace(CALM, queue_s=0.01, prefill_s=3.0, decode_s=0.5, mfu=0.55),
+    "decode bandwidth": replace(CALM, step_s=0.012, floor_step_s=0.010, mbu=0.8),
+    "host": replace(CALM, step_s=0.030, floor_step_s=0.004, mbu=0.13, mfu=0.02),
+    "interference": replace(CALM, icl_p50_s=0.01, icl_p99_s=0.2, stalls_with_prefill=0.9),
+    "fragmentation": replace(CALM, free_but_failed=5.0),
+    "nothing: not saturated": CALM,
+}
+
+
+@pytest.mark.parametrize("verdict", CASES)
+def test_each_verdict_from_its_evidence(verdict: str) -> None:
+    found = diagnose(CASES[verdict])
+    assert found.verdict == verdict, found.text()
+    if found.finding is not None:
+        assert found.finding.evidence and found.finding.knob in found.text()
+
+
+def test_a_full_pool_speaks_against_the_sequence_cap() -> None:
+    found = diagnose(replace(CALM, running=64, waiting=40, kv_usage=0.97, kv_usage_max=1.0, preemptions_per_s=1.0))
+    assert found.verdict == "KV capacity"
+
+
+def test_a_queue_in_the_server_speaks_against_the_client() -> None:
+    found = diagnose(replace(CASES["client"], running=64, waiting=30))
+    assert found.verdict.startswith("sequence cap") and [f.name for f in found.also] == ["client"]
+
+
+def test_what_was_not_read_decides_nothing() -> None:
+    for unknown in (Observation("t"), Observation("t", waiting=50.0)):
+        assert diagnose(unknown).verdict.startswith("not decided")
+
+
+def test_a_zero_that_cannot_be_is_doubted() -> None:
+    assert any("renamed" in d for d in diagnose(replace(CALM, kv_usage=0.0)).doubts)
+
+
+@pytest.mark.parametrize(
+    ("ttft", "tpot", "says"),
+    [(9.0, 0.01, "TTFT is slow, TPOT is fine"), (0.1, 0.2, "TTFT is fine, TPOT is slow"), (9.0, 0.2, "both are slow")],
+)
+def test_stage_rules(ttft: float, tpot: float, says: str) -> None:
+    found = diagnose(replace(CALM, ttft_s=ttft, tpot_s=tpot), slo_ms=(1000.0, 50.0))
+    assert found.stage is not None and found.stage.name == says
+
+
+def test_vllms_saved_result_is_read(tmp_path: Path) -> None:
+    value = {
+        "duration": 10.0, "completed": 100, "request_throughput": 10.0, "request_rate": 20.0, "max_concurrency": 16,
+        "total_input_tokens": 2000, "total_output_tokens": 1000, "output_throughput": 100.0,
+        "median_ttft_ms": 50.0, "median_tpot_ms": 5.0, "mean_e2el_ms": 1600.0,
+    }  # fmt: skip
+    path = tmp_path / "v.json"
+    path.write_text(json.dumps(value))
+    found = diagnose(read_report(path))
+    assert found.verdict == "client" and found.finding is not None
+    assert any("the client's cap is 16" in line for line in found.finding.evidence)
+    path.write_text("[1]")
+    with pytest.raises(InvalidRequest, match="object"):
+        read_report(path)
+    path.write_text("{}")
+    with pytest.raises(InvalidRequest, match="is no report"):
+        read_report(path)
+    with pytest.raises(InvalidRequest, match="--stage"):
+        read_report(Path(__file__).parent / "audit_llama_h100.json", 9)
