@@ -152,6 +152,9 @@ def test_a_rate_counts_prompts_and_outputs_and_says_when_it_is_open_again(keyed:
     assert as_tenant(keyed, "beta", prompt=[5] * 60, max_tokens=40).status_code == 200
     wait_for(lambda: load.num_requests == 0, "it has ended")
     assert -41 < load.level < -39
+    tokens = keyed.service.metrics.tenant_tokens.values
+    assert tokens["beta", "prompt"] % 20 == 0
+    assert tokens["beta", "generation"] >= 40
     refused = as_tenant(keyed, "beta")
     assert refused.status_code == 429
     assert 35 <= int(refused.headers["retry-after"]) <= 42
@@ -281,7 +284,12 @@ def test_requests_of_a_stuck_engine_get_an_error_and_new_ones_are_refused(served
     served.run(served.engine.say, fake_engine.idle(stalled_ns=21_000_000_000, detail="1 running"))
     served.run(served.service.client.watch)
     sock.settimeout(5)
-    assert b"no step made progress for 21.0 s: 1 running" in sock.recv(65536)
+    data = b""
+    while b"}}" not in data:
+        more = sock.recv(65536)
+        assert more, data
+        data += more
+    assert b"no step made progress for 21.0 s: 1 running" in data
     sock.close()
     refused = served.complete(max_tokens=1)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")

@@ -102,14 +102,15 @@ class _Serving:
             side.start(client.on_messages)
             _watch(process, lambda exit_code: self._engine_ended(client, exit_code))
             await self._wait_until_ready(client)
-            return await self._serve(client)
+            exit_code = await self._serve(client)
         finally:
             client.control("halt")
             side.close()
-            await asyncio.to_thread(_end, process)
+            was_stuck = await asyncio.to_thread(_end, process)
             remove_address(address)
             if self._config.uds is not None:
                 Path(self._config.uds).unlink(missing_ok=True)
+        return 1 if was_stuck else exit_code
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
@@ -185,12 +186,15 @@ def _watch(process: subprocess.Popen[bytes], ended: Callable[[int], None]) -> No
     threading.Thread(target=wait, name="engine-watch", daemon=True).start()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a halted engine; one that does not end is killed. Closing its stdin ends it in any case."""
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for a halted engine; True if it was stuck and had to be killed. Closing its stdin ends it in any case."""
+    was_stuck = False
     try:
         process.wait(ENGINE_EXIT_S)
     except subprocess.TimeoutExpired:
+        was_stuck = True
         process.kill()
         process.wait()
     if process.stdin is not None:
         process.stdin.close()
+    return was_stuck

@@ -118,6 +118,7 @@ class Exchange:
         self.started = True
         self.account.status = status
         self.service.metrics.responses.add(1, self._endpoint, str(status))
+        self.service.metrics.tenant_responses.add(1, self.tenant.label, str(status))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
 

@@ -64,6 +64,12 @@ class Metrics:
             self.success.add(0, outcome)
         self.rejections = Counter("vllm:admission_rejections_total", "Requests refused, by error code.", ("code",))
         self.responses = Counter("steelyard:http_responses_total", "Responses begun.", ("endpoint", "status"))
+        self.tenant_tokens = Counter(
+            "steelyard:tenant_tokens_total", "Tokens of a tenant's requests.", ("tenant", "kind")
+        )
+        self.tenant_responses = Counter(
+            "steelyard:tenant_responses_total", "Responses begun for a tenant.", ("tenant", "status")
+        )
         self.request_ns = Counter(
             "steelyard:request_time_seconds_total", "Time of requests by account.", ("state", "tenant")
         )

@@ -185,7 +185,10 @@ class Run:
             return
         exchange = self._exchange
         exchange.service.client.close(collector)
-        self._place.num_output_tokens = sum(choice.num_tokens for choice in self._choices)
+        num_output = self._place.num_output_tokens = sum(choice.num_tokens for choice in self._choices)
+        tokens, label = exchange.service.metrics.tenant_tokens, exchange.tenant.label
+        tokens.add(sum(len(prompt.ids) for prompt in self._prompts), label, "prompt")
+        tokens.add(num_output, label, "generation")
 
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
         """Chunks as they come, at most one a choice at a time, until every choice has ended."""
