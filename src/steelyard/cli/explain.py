@@ -1,0 +1,199 @@
+"""`steelyard explain`: a request's life from its ledger, as a timeline and in sentences. Reads a server or a log.
+
+steelyard explain cmpl-1a2f...            ask the server that served it
+steelyard explain --slowest 10            the slowest of the last requests
+steelyard explain --timeline              who was in which row, step by step
+steelyard explain ledger.jsonl [--slowest 10]   from a --ledger-log file, without a server
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.timed import State
+from steelyard.errors import NotFound, StartError
+from steelyard.ledger.states import DESCRIPTIONS, TIMED_NAMES, group_of
+
+_MARKS = {"edge": "e", "waiting": ".", "displaced": "x", "resident": "#", "tail": "t"}
+_WIDTH = 72
+_TIMEOUT_S = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("what", nargs="?", help="a request's id, or a file written by --ledger-log")
+    add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    add("--api-key", help="where the server needs one")
+    add("--slowest", type=int, metavar="N", help="the N slowest of the last requests")
+    add("--timeline", action="store_true", help="rows over the last steps")
+    add("--last", type=int, default=100, metavar="N", help="steps of --timeline (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for. Raises StartError where nothing answers, NotFound for an unknown request."""
+    path = Path(args.what) if args.what else None
+    if path is not None and path.suffix == ".jsonl":
+        records = read_log(path)
+        count = args.slowest or 1
+        print("\n\n".join(explain(r) for r in sorted(records, key=lambda r: -int(r["total_ns"]))[:count]))
+        return 0
+    ask = _Server(args.url, args.api_key)
+    if args.timeline:
+        ids = [step["id"] for step in ask(f"/ledger/steps?last={args.last}")["steps"]]
+        print(timeline([ask(f"/ledger/steps/{id}") for id in ids]))
+        return 0
+    if args.what is not None:
+        print(explain(ask(f"/ledger/requests/{args.what}")))
+        return 0
+    found = ask(f"/ledger/requests?slowest=1&last={args.slowest or 10}")["requests"]
+    print(
+        "\n\n".join(explain(ask(f"/ledger/requests/{record['id']}")) for record in found) or "no request has ended yet"
+    )
+    return 0
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Raises StartError naming file and line."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"{path}: cannot be read ({error})") from None
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            int(record["total_ns"])
+        except (ValueError, KeyError, TypeError):
+            raise StartError(f"{path}, line {number}: not a request's ledger") from None
+        records.append(record)
+    if not records:
+        raise StartError(f"{path}: has no request in it")
+    return records
+
+
+def explain(record: dict[str, Any]) -> str:
+    """A request's account as lines of text."""
+    buckets, total_ns = record["buckets_ns"], record["total_ns"]
+    tokens = record["tokens"]
+    computed = f"{tokens['computed']} positions computed"
+    again = f"{tokens['recomputed']} again, {tokens['overshoot']} beyond the end"
+    lines = [
+        f"{record['id']}  {record['endpoint']}  {record['outcome']}  {duration(total_ns)}",
+        f"  |{bar(buckets, total_ns)}|",
+        f"  {tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['generated']} generated, "
+        f"{computed} ({again}), {duration(record['cost_ns'])} of device time",
+        f"  {sentence(record)}",
+        *(f"  {line}" for line in _slowest(record)),
+    ]
+    for name in TIMED_NAMES:
+        if buckets.get(name):
+            share = buckets[name] / max(total_ns, 1)
+            lines.append(f"  {duration(buckets[name]):>10} {share:6.1%}  {name:22} {DESCRIPTIONS[State(name)]}")
+    return "\n".join(lines)
+
+
+def bar(buckets: dict[str, int], total_ns: int) -> str:
+    """The accounts in order of life as one line: e edge, . waiting, x displaced, # resident, t tail."""
+    marks, spent_ns = "", 0
+    for name in TIMED_NAMES:
+        spent_ns += buckets.get(name, 0)
+        marks += _MARKS[group_of(name)] * (round(_WIDTH * spent_ns / max(total_ns, 1)) - len(marks))
+    return marks.ljust(_WIDTH)
+
+
+def sentence(record: dict[str, Any]) -> str:
+    """What it waited for longest, and when its first token came."""
+    buckets = record["buckets_ns"]
+    waits = {n: ns for n, ns in buckets.items() if group_of(n) in ("waiting", "displaced") and ns}
+    ttft_ns = record.get("ttft_ns")
+    whole = f"its first token came after {duration(ttft_ns)}" if ttft_ns else "no token came"
+    if not waits:
+        return f"It waited for nothing; {whole}."
+    name = max(waits, key=lambda n: waits[n])
+    rest_ns = sum(waits.values()) - waits[name]
+    more = f", and {duration(rest_ns)} for other reasons" if rest_ns else ""
+    return f"It waited {duration(waits[name])} {DESCRIPTIONS[State(name)]}{more}; {whole}."
+
+
+def _slowest(record: dict[str, Any]) -> list[str]:
+    """Of each choice's slowest step: what made it slow."""
+    found = []
+    for choice in record.get("choices", ()):
+        for step in ((choice.get("engine") or {}).get("slowest_steps") or [])[:1]:
+            causes = step["causes"]
+            gap_ns = sum(step["gaps_ns"].values())
+            parts = [f"{duration(causes['own_ns'])} were its own work"]
+            if "others_ns" in causes:
+                parts.append(f"{duration(causes['others_ns'])} others'")
+            else:
+                prefill, decode = causes["others_prefill_ns"], causes["others_decode_ns"]
+                parts.append(f"{duration(prefill)} others' prompts ({causes['others_prefill_tokens']:,} tokens)")
+                parts.append(f"{duration(decode)} others' decodes ({causes['others_decode_rows']} rows)")
+            parts.append(f"{duration(causes['residual_ns'])} are not explained")
+            found.append(
+                f"Choice {choice['index']}: of its slowest step's {duration(step['device_ns'])}, {', '.join(parts)}; "
+                f"the device had waited {duration(gap_ns)} before it."
+            )
+    return found
+
+
+def timeline(steps: list[dict[str, Any]]) -> str:
+    """Rows down, steps across: P prefill, R recompute, a letter a request while it decodes, . empty."""
+    if not steps:
+        return "no step yet"
+    rows = sorted({share["row"] for step in steps for share in step["shares"]})
+    letters: dict[tuple[str, int], str] = {}
+    grid = {row: ["."] * len(steps) for row in rows}
+    for i, step in enumerate(steps):
+        for share in step["shares"]:
+            key = (share["request"], share["index"])
+            letter = letters.setdefault(key, "abcdefghijklmnopqrstuvwxyz"[len(letters) % 26])
+            grid[share["row"]][i] = {"prefill": "P", "recompute": "R"}.get(share["kind"], letter)
+    busy = sum(cell != "." for cells in grid.values() for cell in cells)
+    lines = [f"row {row:4} {''.join(cells)}" for row, cells in grid.items()]
+    span_ns = sum(step["span_ns"] for step in steps)
+    device_ns = sum(step["device_ns"] for step in steps)
+    lines.append(
+        f"{len(steps)} steps in {duration(span_ns)}, device busy {device_ns / max(span_ns, 1):.0%}, rows filled "
+        f"{busy / max(len(rows) * len(steps), 1):.0%}; P prefill, R recompute, a letter a request"
+    )
+    return "\n".join(lines)
+
+
+def duration(amount_ns: int) -> str:
+    """Rounded for people: 412 ms, 1.53 s, 87 us."""
+    sign, ns = ("-", -amount_ns) if amount_ns < 0 else ("", amount_ns)
+    if ns >= 1_000_000_000:
+        return f"{sign}{ns / 1e9:.2f} s"
+    return f"{sign}{ns / 1e6:.1f} ms" if ns >= 1_000_000 else f"{sign}{ns / 1e3:.0f} us"
+
+
+class _Server:
+    """GET as JSON. Raises NotFound and StartError with what the server said."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def __call__(self, path: str) -> Any:
+        request = urllib.request.Request(self._url + path, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            message = _message(error)
+            raise (NotFound(message) if error.code == 404 else StartError(message)) from None
+        except (OSError, ValueError) as error:
+            raise StartError(f"{self._url} does not answer ({error}); name the server with --url") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {error.code}"
