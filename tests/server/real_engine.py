@@ -80,6 +80,8 @@ class RealEngine:
     def _step(self) -> None:
         assert self.client is not None and self.loop is not None
         self.client.on_messages(self.engine.step())
+        if self.engine.scheduler.counters.steps % 8 == 0:
+            self.client.on_messages([self.engine.status()])
         self._stepping = self.engine.has_work
         if self._stepping:
             self.loop.call_later(0 if self.engine.progressed else 0.005, self._step)

@@ -16,6 +16,7 @@ from steelyard.config import EngineConfig
 from steelyard.core.step import KvGroup, Runner, RunnerCaps
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.errors import StartError
+from steelyard.ledger.memory import table
 from steelyard.plan.shape import ModelShape
 from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
@@ -104,7 +105,8 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         raise
 
 
-_ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+_ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 
 def _what_failed(error: BaseException, options: RunnerOptions) -> str:
@@ -112,8 +114,7 @@ def _what_failed(error: BaseException, options: RunnerOptions) -> str:
     what = "an allocation failed"
     if asked is not None:
         amount, unit = asked.groups()
-        shown = f"{int(amount) / GIB:,.2f} GiB" if unit == "bytes" else f"{amount} {unit}"
-        what = f"an allocation of {shown} failed"
+        what = f"an allocation of {float(amount) * _UNITS.get(unit, GIB) / GIB:,.2f} GiB failed"
     free_bytes = available_bytes(resolve_device(options.device))
     return (
         f"{what}, {free_bytes / GIB:,.2f} GiB are free. Lower --num-gpu-blocks-override, --kv-cache-memory-bytes, "
@@ -162,6 +163,7 @@ def _say(engine: Engine, took_s: float) -> None:
         *(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         *("on" if engine.cache.enable_prefix_caching else "off", "on" if caps.overlaps else "off"),
     )
+    _log.info("the device's memory:\n%s", "\n".join(table(memory)))
     capacity = engine.cache.capacity_tokens()
     if capacity < caps.max_model_len:
         _log.warning(

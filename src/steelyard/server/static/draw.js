@@ -17,18 +17,17 @@ function shape(tag, attributes, text) {
   return node;
 }
 
-function frame(top, label) {
+function frame(top, label, words = short) {
   const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img", "aria-label": label });
   for (const part of [0, 0.5, 1]) {
     const y = 6 + (H - BOTTOM - 6) * (1 - part);
     svg.append(shape("line", { x1: LEFT, x2: W, y1: y, y2: y, stroke: "var(--line)" }));
-    svg.append(shape("text", { x: LEFT - 5, y: y + 4, "text-anchor": "end" }, short(top * part)));
+    svg.append(shape("text", { x: LEFT - 5, y: y + 4, "text-anchor": "end" }, words(top * part)));
   }
   return svg;
 }
 
 function short(value) {
-  if (typeof value === "string") return value;
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (value >= 1e3) return `${(value / 1e3).toFixed(1)}k`;
   return value >= 10 || value === 0 ? String(Math.round(value)) : value.toFixed(1);
@@ -98,8 +97,7 @@ export function stepChart(into, steps, duration) {
   const late = (s) => s.span_ns - s.device_ns - (s.gaps_ns.no_work || 0);
   const sorted = steps.map((s) => s.device_ns + late(s)).sort((a, b) => a - b);
   const top = Math.max(1, sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.15);
-  const svg = frame("", "time of the last steps");
-  svg.append(shape("text", { x: LEFT - 5, y: 10, "text-anchor": "end" }, duration(top)));
+  const svg = frame(top, "time of the last steps", duration);
   const step = (W - LEFT) / Math.max(steps.length, 30);
   const clip = (v) => Math.min(v, top);
   steps.forEach((s, i) => {

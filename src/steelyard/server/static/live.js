@@ -122,15 +122,16 @@ function tiles(live) {
 
 function charts(live) {
   const all = history.map((_, i) => i);
+  const width = Math.min(HISTORY, Math.max(30, history.length));
   lines(byId("throughput"), [
     { name: "input", colour: "var(--warm)", values: all.map((i) => rate("prompt_tokens", i)) },
     { name: "output", colour: "var(--accent)", values: all.map((i) => rate("generation_tokens", i)) },
-  ], HISTORY);
+  ], width);
   const reasons = [...new Set(history.flatMap((h) => Object.keys(h.status.waiting_by_reason)))].sort();
   areas(byId("queue"), [
     { name: "running", colour: colour("decode"), values: history.map((h) => h.status.running) },
     ...reasons.map((r) => ({ name: r, colour: colour(r), values: history.map((h) => h.status.waiting_by_reason[r] || 0) })),
-  ], HISTORY);
+  ], width);
   accounts(live.accounts_s);
   stepChart(byId("steps"), live.steps, duration);
   blockMap(byId("blocks"), live.blocks);

@@ -1,0 +1,91 @@
+"""The live page: its files need no key and no other host; in a real browser it shows real traffic, by keyboard too."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from importlib.resources import files
+
+import httpx
+import pytest
+
+from steelyard.core.timed import State
+from steelyard.ledger.states import GROUPS
+from steelyard.server.routes.page import PATHS
+from steelyard.text.chat import ChatTemplate
+from steelyard.text.tokenizer import Tokenizer
+from tests import tiny_model
+from tests.server.browser import CHROMIUM, Browser
+from tests.server.real_engine import RealEngine, serve
+from tests.server.served import Served
+from tests.server.test_ledger import TENANTS
+
+STATIC = files("steelyard.server").joinpath("static")
+
+
+@pytest.fixture
+def shared(tokenizer: Tokenizer) -> Iterator[Served]:
+    template = ChatTemplate(tiny_model.TEMPLATE, tiny_model.BOS, tiny_model.IM_END)
+    engine = RealEngine()
+    engine.delay = lambda plan: time.sleep(0.004)
+    yield from serve(tokenizer, template, engine, tenants=TENANTS)
+
+
+def test_the_files_need_no_key_and_name_no_other_host(shared: Served) -> None:
+    for path in PATHS:
+        response = shared.http.get(path)
+        assert response.status_code == 200
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", response.text)
+        assert not re.search(r"innerHTML|outerHTML|document\.write|eval\(", response.text)
+    assert shared.http.get("/static/nothing.js", headers={"authorization": "Bearer boss"}).status_code == 404
+
+
+def test_the_page_knows_every_account() -> None:
+    script = STATIC.joinpath("live.js").read_text()
+    for group, states in GROUPS.items():
+        [listed] = re.findall(rf"^  {group}: \[(.*)\],$", script, re.M)
+        assert set(re.findall(r'"(\w+)"', listed)) == {state.value for state in states}, group
+    assert len(State) == sum(map(len, GROUPS.values())) + 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_in_a_browser_it_asks_for_a_key_and_shows_what_happens(shared: Served) -> None:
+    def load() -> None:
+        with httpx.Client(base_url=shared.url, timeout=30, headers={"authorization": "Bearer acme"}) as http:
+            for i in range(4):
+                http.post("/v1/completions", json={"prompt": [5 + i] * 40, "max_tokens": 60})
+
+    threads = [threading.Thread(target=load) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    with Browser(390, 844, dark=True) as page:
+        page.open(shared.url + "/")
+        _until(page, "document.getElementById('key')?.hidden === false")
+        page.run("document.getElementById('secret').focus()")
+        page.run("document.getElementById('secret').value = 'boss'")
+        page.press("Enter", 13)
+        page.run("document.getElementById('key').requestSubmit()")
+        _until(page, "document.querySelectorAll('.tile').length > 5")
+        _until(page, "document.querySelectorAll('#slowest li').length > 3")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        assert page.run("document.querySelector('#steps svg rect') !== null")
+        page.run("document.getElementById('try').requestSubmit()")
+        _until(page, "document.querySelectorAll('#ledger .bar i').length > 1")
+        assert len(page.run("document.getElementById('answer').textContent")) > 20
+        page.run("document.getElementById('secret').value = 'acme'; document.getElementById('key').requestSubmit()")
+        _until(page, "document.getElementById('state').textContent === 'requests of acme'")
+        assert page.run("[...document.querySelectorAll('.operator')].every((part) => part.hidden)")
+        assert page.errors == []
+    for thread in threads:
+        thread.join()
+
+
+def _until(page: Browser, condition: str) -> None:
+    deadline = time.monotonic() + 30
+    while not page.run(condition):
+        assert time.monotonic() < deadline, f"waited in vain: {condition}"
+        time.sleep(0.2)
