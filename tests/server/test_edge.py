@@ -16,6 +16,7 @@ import pytest
 
 from steelyard.server.tenants import Tenant, Tenants, hash_key, load_tenants
 from steelyard.text.tokenizer import Tokenizer
+from steelyard.wire.messages import Control
 from tests.server import fake_engine
 from tests.server.served import Served, counter, post_raw, start, wait_for
 
@@ -98,6 +99,20 @@ def test_an_operators_routes_are_forbidden_to_a_tenant(keyed: Served) -> None:
 
 def namespace(served: Served, name: str, salt: str | None = None) -> bytes:
     return served.service.tenants.namespace(served.service.tenants.all[name], salt)
+
+
+def test_a_revoked_key_ends_at_once_and_its_cache_with_it(keyed: Served) -> None:
+    before = keyed.service.tenants
+    after = Tenants([tenant for name, tenant in before.all.items() if name != "acme"], before.server_key)
+    forgotten = namespace(keyed, "acme")
+    keyed.run(keyed.service.set_tenants, after)
+    try:
+        assert as_tenant(keyed, "acme").status_code == 401
+        assert as_tenant(keyed, "root").status_code == 200
+        dropped = [m.namespace for m in keyed.engine.received if isinstance(m, Control)]
+        assert dropped == [forgotten]
+    finally:
+        keyed.service.tenants = before
 
 
 def test_a_salt_narrows_a_tenants_namespace_and_reaches_no_others(keyed: Served) -> None:

@@ -34,6 +34,19 @@ def test_a_key_finds_its_tenant_and_a_printed_one_works_when_pasted(
     assert key not in lines
 
 
+def test_what_lost_a_key_is_to_be_forgotten_and_nothing_else(tmp_path: Path) -> None:
+    table = '[[tenant]]\nname = "{}"\nkeys = [{}]\n'
+    keys = [f'"{hash_key(f"sk-{i}")}"' for i in range(6)]
+    first = [("a", keys[0]), ("b", f"{keys[1]}, {keys[2]}"), ("c", keys[3])]
+    second = [("a", f"{keys[0]}, {keys[4]}"), ("b", keys[1]), ("d", keys[5])]
+    texts = ["".join(table.format(*row) for row in rows) for rows in (first, second)]
+    before = load_tenants(write(tmp_path, texts[0]), ["sk-operator"])
+    after = load_tenants(write(tmp_path, texts[1]), ["sk-operator"], before.server_key)
+    assert before.revoked_in(after) == [before.namespace(before.all[name]) for name in "bc"]
+    assert after.namespace(after.all["a"]) == before.namespace(before.all["a"])
+    assert after.revoked_in(after) == []
+
+
 def test_without_keys_everybody_is_the_operator() -> None:
     tenants = load_tenants(None, [])
     assert tenants.open

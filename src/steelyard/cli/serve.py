@@ -35,6 +35,7 @@ from steelyard.server.app import create_app, make_service
 from steelyard.server.client import EngineClient
 from steelyard.server.lifecycle import DrainingServer
 from steelyard.server.metrics import Metrics
+from steelyard.server.service import Service
 from steelyard.server.tenants import Tenants, load_tenants, read_keys
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
@@ -58,13 +59,17 @@ def run(args: argparse.Namespace) -> int:
     http = server_config(args)
     logs.set_up(http.log_format)
     config = engine_config(args)
-    keys = [*http.api_key, *(read_keys(Path(http.api_key_file)) if http.api_key_file else [])]
-    tenants = load_tenants(Path(http.tenants) if http.tenants else None, keys)
+    tenants = _tenants(http)
     with bound(http) as sock:
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
         if tenants.open and is_public(http):
             log.warning("anybody who reaches %s may use this server: give it --tenants or --api-key-file", http.host)
         return uvloop.run(_Serving(http, config, checkpoint, sock, tenants).run())
+
+
+def _tenants(http: ServerConfig, server_key: bytes | None = None) -> Tenants:
+    keys = [*http.api_key, *(read_keys(Path(http.api_key_file)) if http.api_key_file else [])]
+    return load_tenants(Path(http.tenants) if http.tenants else None, keys, server_key)
 
 
 class _Serving:
@@ -138,6 +143,8 @@ class _Serving:
             eos_token_ids=self._checkpoint.eos_token_ids,
             tenants=self._tenants,
         )
+        if not self._tenants.open:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_tenants_again, service)
         self._server = DrainingServer(create_app(service), service, self._say_where)
         try:
             await self._server.serve(sockets=[self._sock])
@@ -147,6 +154,19 @@ class _Serving:
             service.prompts.close()
             service.ledgers.close()
         return self._server.exit_code
+
+    def _read_tenants_again(self, service: Service) -> None:
+        """SIGHUP: the files of keys have changed. A mistake in them changes nothing."""
+        try:
+            tenants = _tenants(self._config, self._tenants.server_key)
+        except StartError as error:
+            log.error("the tenants stay as they were: %s", error.message)
+            return
+        if tenants.open:
+            log.error("the tenants stay as they were: without any key everybody would be an operator")
+            return
+        service.set_tenants(tenants)
+        log.warning("the tenants were read again: %s", ", ".join(tenants.all))
 
     def _engine_ended(self, client: EngineClient, exit_code: int) -> None:
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with status {exit_code}"

@@ -152,6 +152,7 @@ class Admission:
         load = self._loads.get(tenant.name)
         if load is None:
             load = self._loads[tenant.name] = TenantLoad(tenant, self._clock_ns)
+        load.tenant = tenant  # its limits may have changed since
         return load
 
     def check_tokens(self, num_tokens: int) -> None:

@@ -85,6 +85,12 @@ class Service:
             deadline_ns=_ns(body.deadline_ms),
         )
 
+    def set_tenants(self, tenants: Tenants) -> None:
+        """Take over a changed table, made with the same server key; revoked keys end here, and what they cached."""
+        for namespace in self.tenants.revoked_in(tenants):
+            self.client.control("drop_cache", namespace)
+        self.tenants = tenants
+
     async def grammar(self, body: GenerationBody) -> str:
         """What the output is held to, checked; "" for free text. Raises InvalidRequest."""
         grammar, param = await grammar_of(body, self.grammars)

@@ -60,7 +60,7 @@ class Tenants:
         self.all = {tenant.name: replace(tenant, label=tenant.label or tenant.name) for tenant in tenants}
         self.open = not any(tenant.key_hashes for tenant in tenants)
         self._by_hash = [(digest, tenant) for tenant in self.all.values() for digest in tenant.key_hashes]
-        self._server_key = server_key
+        self.server_key = server_key
 
     def identify(self, authorization: bytes | None) -> Tenant:
         """The tenant of an Authorization header. Raises Unauthorized. Takes equally long for every wrong key."""
@@ -87,8 +87,14 @@ class Tenants:
         own = b"" if self.open else self._mac(b"tenant", tenant.name)
         return own if cache_salt is None else own + self._mac(b"salt", cache_salt)
 
+    def revoked_in(self, later: Tenants) -> list[bytes]:
+        """Namespaces of tenants that are gone in `later`, or have lost a key: what they cached is to be forgotten."""
+        kept = {digest: tenant.name for digest, tenant in later._by_hash}
+        gone = {tenant.name for digest, tenant in self._by_hash if kept.get(digest) != tenant.name}
+        return [self.namespace(self.all[name]) for name in sorted(gone)]
+
     def _mac(self, kind: bytes, text: str) -> bytes:
-        return hmac.digest(self._server_key, kind + b"\0" + text.encode(), "sha256")[:_NAMESPACE_BYTES]
+        return hmac.digest(self.server_key, kind + b"\0" + text.encode(), "sha256")[:_NAMESPACE_BYTES]
 
 
 def check_operator(tenant: Tenant) -> None:
