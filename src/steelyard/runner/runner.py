@@ -1,4 +1,4 @@
-"""TorchRunner: obeys a StepPlan, returns a StepResult. It knows no request, no queue and no policy.
+"""TorchRunner: obeys a StepPlan where launching is computing, on a CPU. It knows no request, no queue and no policy.
 
     launch   stage differences -> one upload -> tables -> expand -> forward -> logits of sampled rows -> sample
     sample   the rows whose grammar mask was not ready at launch
@@ -51,7 +51,6 @@ class Launched:
     prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
     waiting: tuple[list[Job], Tensor] | None = None
     done_ns: int = 0
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
 
 class TorchRunner:
@@ -93,9 +92,6 @@ class TorchRunner:
         plain, masked = self._jobs(step, frozenset(plan.masked))
         self._sampler.stage("plain", [job for _, job in plain], staging)
         staging.add("last_tokens", np.array([i for i, _ in plain + masked], np.int32))
-        if self._device.type == "cuda":
-            step.events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            step.events[0].record()
         staging.upload(self._device)
         self._rows.apply(staging)
         self._clear_fresh(staging)
@@ -124,10 +120,6 @@ class TorchRunner:
         assert step.waiting is None, "masked rows were never sampled"
         self._in_flight.pop(0)
         device_ns = step.done_ns - step.launch_ns
-        if step.events is not None:
-            step.events[1].synchronize()
-            step.done_ns = time.monotonic_ns()
-            device_ns = int(step.events[0].elapsed_time(step.events[1]) * 1e6)
         gap_ns = max(step.launch_ns - self._last_done_ns, 0) if self._last_done_ns else 0
         self._last_done_ns = step.done_ns
         timing = StepTiming(step.launch_ns, step.done_ns, device_ns, gap_ns, "cpu_late" if gap_ns else "no_work")
@@ -203,11 +195,6 @@ class TorchRunner:
             step.prompt.append((i, found))
 
     def _finish(self, step: Launched) -> None:
-        """The last thing enqueued: results to the host, and the mark that `collect` waits for."""
-        if step.waiting is not None:
-            return
-        if step.events is not None:
-            step.sampled = [s.to_host() for s in step.sampled]
-            step.prompt = [(i, found.to_host()) for i, found in step.prompt]
-            step.events[1].record()
-        step.done_ns = time.monotonic_ns()
+        """The step is computed, unless rows wait for their mask."""
+        if step.waiting is None:
+            step.done_ns = time.monotonic_ns()
