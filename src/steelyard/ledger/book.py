@@ -126,7 +126,7 @@ class StepBook:
         self.cost_ns[rows] += charged
         self.num_tokens[rows] += found.num_new
         self.commit_ns = now_ns
-        self._fitter.add(load, device_ns)
+        self._fitter.add(load._replace(num_tokens=load.num_tokens + timing.padded_tokens), device_ns)
         self._sum(device_ns, engine_ns, load.num_tokens, gaps_ns)
         launch_ns = timing.launch_ns
         self.entries.append(
