@@ -97,7 +97,9 @@ async def _watch(args: argparse.Namespace) -> Observation:
     return Observation(
         source=args.source,
         achieved_rate=_each(ended, args.seconds),
-        **gauges,
+        running=gauges["running"],
+        waiting=gauges["waiting"],
+        kv_usage=gauges["kv_usage"],
         kv_usage_max=max((v for _, v in side.series("kv_usage")), default=None),
         max_num_seqs=int(cap) if cap is not None else None,
         preemptions_per_s=_each(side.delta("preemptions"), args.seconds),
@@ -106,7 +108,9 @@ async def _watch(args: argparse.Namespace) -> Observation:
         output_len=length,
         input_len=_each(side.delta("prompt_tokens"), ended),
         tpot_s=_each(per["decode_s"], length - 1 if length and length > 1 else None),
-        **per,
+        queue_s=per["queue_s"],
+        prefill_s=per["prefill_s"],
+        decode_s=per["decode_s"],
         unread=tuple(f"{word}: the server has no such metric" for word in absent),
     )
 

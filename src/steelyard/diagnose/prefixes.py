@@ -55,7 +55,7 @@ class Prefixes:
     def text(self) -> str:
         """For a person."""
         lines = [
-            f"{self.num_prompts} prompts of {self.mean_len:.0f} tokens: a cache reuses {self.reused_share:.1%} of them;",
+            f"{self.num_prompts} prompts of {self.mean_len:.0f} tokens: a cache reuses {self.reused_share:.1%};",
             f"with what varies at the end it could reuse {self.reusable_share:.1%},",
             f"{self.saved_tokens:.0f} tokens a prompt more.",
         ]

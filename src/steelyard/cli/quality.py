@@ -1,0 +1,113 @@
+"""`steelyard quality`: an optimised server against a base one, with the base against itself as the noise floor."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from steelyard.errors import RequestFailed
+
+if TYPE_CHECKING:
+    from steelyard.quality.compare import Answer, Distance, Scored
+    from steelyard.quality.gate import Verdict
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--base", required=True, metavar="URL", help="the server whose answers count as right")
+    add("--arm", required=True, metavar="URL", help="the server to judge")
+    add("--model", metavar="NAME", help="in requests (default: the first that each server lists)")
+    add("--tasks", type=int, default=96, metavar="N")
+    add("--at-once", type=int, default=8, metavar="N", help="requests at a time; the noise floor takes 1 (default: 8)")
+    add("--top", type=int, default=5, metavar="K", help="log probabilities at each place, for KL")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the verdict. Exit status 1: it did not pass."""
+    options = {"model": args.model, "num_tasks": args.tasks, "at_once": args.at_once, "top": args.top}
+    verdict, arm, noise = asyncio.run(judge_servers(args.base, args.arm, seed=args.seed, **options))
+    if args.json:
+        print(json.dumps({"verdict": asdict(verdict), "arm": asdict(arm), "noise": asdict(noise)}))
+    else:
+        print(f"{verdict.outcome}\n" + "".join(f"  {reason}\n" for reason in verdict.reasons), end="")
+    return 0 if verdict.passed else 1
+
+
+async def judge_servers(
+    base_url: str,
+    arm_url: str,
+    *,
+    model: str | None = None,
+    num_tasks: int = 96,
+    at_once: int = 8,
+    top: int = 5,
+    seed: int = 0,
+) -> tuple[Verdict, Distance, Distance]:
+    """(verdict, the arm from the base, the base at one request at a time from itself)."""
+    from steelyard.quality.ask import apart, ask
+    from steelyard.quality.gate import judge
+    from steelyard.quality.tasks import make_tasks
+
+    tasks = make_tasks(num_tasks, seed)
+    async with HttpArm(base_url, model, top) as base, HttpArm(arm_url, model, top) as arm:
+        many = await ask(base, tasks, at_once)
+        single = await ask(base, tasks, 1)
+        judged = await ask(arm, tasks, at_once)
+    found, noise = apart(many, judged), apart(many, single)
+    return judge(found, noise), found, noise
+
+
+class HttpArm:
+    """quality.ask.Arm over an OpenAI server that echoes prompts with log probabilities."""
+
+    def __init__(self, url: str, model: str | None, top: int) -> None:
+        from steelyard.bench.http import HttpClient
+
+        self._client = HttpClient(url, time.perf_counter_ns)
+        self._url, self._model, self._top = url, model, top
+
+    async def __aenter__(self) -> HttpArm:
+        from steelyard.bench.environment import model_of, server_facts
+
+        if self._model is None:
+            self._model, _, _ = model_of(await server_facts(self._client, {}))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._client.close()
+
+    async def score(self, text: str) -> Scored:
+        from steelyard.quality.compare import Scored
+
+        choice, _ = await self._complete({"prompt": text, "max_tokens": 1, "echo": True, "logprobs": self._top})
+        found = choice["logprobs"]
+        top = tuple(values or {} for values in found["top_logprobs"][:-1])
+        return Scored(tuple(found["tokens"][:-1]), tuple(found["token_logprobs"][:-1]), top)
+
+    async def answer(self, text: str, max_tokens: int) -> Answer:
+        from steelyard.quality.compare import Answer
+
+        choice, usage = await self._complete({"prompt": text, "max_tokens": max_tokens})
+        return Answer(choice["text"], usage["completion_tokens"])
+
+    async def _complete(self, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The choice and the usage. Raises RequestFailed with the server's words."""
+        from steelyard.bench.http import Exchange, TransportError
+
+        body = json.dumps({"model": self._model, "temperature": 0.0, **fields}).encode()
+        exchange = Exchange("/v1/completions", body)
+        try:
+            await self._client.exchange(exchange)
+        except TransportError as error:
+            raise RequestFailed(f"{self._url}: {error}") from error
+        text = bytes(exchange.content).decode(errors="replace")
+        if exchange.status != 200:
+            raise RequestFailed(f"{self._url}: {exchange.status}: {text[:300]}")
+        value = json.loads(text)
+        return value["choices"][0], value["usage"]
