@@ -9,6 +9,7 @@ BENCHES: dict[str, str] = {
     "throughput": "offline workloads by name, in this process: tokens per second",
     "latency": "one request's first and later tokens, and a decode step's time by batch size",
     "sweep": "load a server from one request at a time to past the knee; its capacity under targets",
+    "selftest": "can this machine see streams on time? The client against an echo server, no model",
     "serve": "load any OpenAI-compatible server over HTTP; latencies, throughput, and whether to believe them",
     "kernels": "attention kernels against each other, the machine's ceilings and naive attention",
 }
