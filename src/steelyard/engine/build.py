@@ -15,6 +15,8 @@ from steelyard.checkpoint.find import open_checkpoint
 from steelyard.config import EngineConfig
 from steelyard.core.step import KvGroup, Runner, RunnerCaps
 from steelyard.engine.engine import Engine, EngineOptions
+from steelyard.engine.ledgers import Ledgers
+from steelyard.engine.measures import block_bytes, measure_on, plan_device
 from steelyard.errors import StartError
 from steelyard.ledger.memory import table
 from steelyard.plan.shape import ModelShape
@@ -63,6 +65,9 @@ def build_engine(
     options = SchedulerOptions(config.max_num_seqs, config.max_num_batched_tokens, overlap=caps.overlaps)
     order = Priority() if config.scheduling_policy == "priority" else Fcfs()
     scheduler = Scheduler(caps, cache, options, order=order, faults=faults)
+    shape = ModelShape.from_config(dict(checkpoint.config))
+    device = plan_device() if config.script is None and config.device != "cpu" else None
+    measure = measure_on(device, shape, caps) if device is not None else None
     engine = Engine(
         runner,
         cache,
@@ -72,9 +77,11 @@ def build_engine(
             eos_token_ids=eos_token_ids,
             seed=config.seed,
             check_invariants=config.check_invariants,
+            block_bytes=block_bytes(shape, caps),
             config=_effective(config, caps, scheduler),
         ),
         clock_ns=clock_ns,
+        ledgers=Ledgers(scheduler.max_num_seqs, clock_ns(), measure),
     )
     _say(engine, (clock_ns() - began_ns) / 1e9)
     return engine
