@@ -44,6 +44,8 @@ from steelyard.wire.channel import ServerSide, new_address, remove_address
 LAST_WORDS_S = 0.3
 """After the engine's process has ended: time for what it said last to arrive."""
 ENGINE_EXIT_S = 10.0
+FORCED_EXIT_S = 0.5
+"""The same after a second signal."""
 
 log = logging.getLogger("steelyard.serve")
 
@@ -111,11 +113,12 @@ class _Serving:
         finally:
             client.control("halt")
             side.close()
-            was_stuck = await asyncio.to_thread(_end, process)
+            at_once = self._server is not None and self._server.force_exit
+            was_stuck = await asyncio.to_thread(_end, process, FORCED_EXIT_S if at_once else ENGINE_EXIT_S)
             remove_address(address)
             if self._config.uds is not None:
                 Path(self._config.uds).unlink(missing_ok=True)
-        return 1 if was_stuck else exit_code
+        return 1 if was_stuck and not at_once else exit_code
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
@@ -206,11 +209,11 @@ def _watch(process: subprocess.Popen[bytes], ended: Callable[[int], None]) -> No
     threading.Thread(target=wait, name="engine-watch", daemon=True).start()
 
 
-def _end(process: subprocess.Popen[bytes]) -> bool:
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> bool:
     """Wait for a halted engine; True if it was stuck and had to be killed. Closing its stdin ends it in any case."""
     was_stuck = False
     try:
-        process.wait(ENGINE_EXIT_S)
+        process.wait(patience_s)
     except subprocess.TimeoutExpired:
         was_stuck = True
         process.kill()
