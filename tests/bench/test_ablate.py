@@ -14,7 +14,8 @@ BLOCK = KNOBS["block-size"]
 
 
 def report(e2e_ms: float, states: dict[str, float], block: str = "16", **changes: Any) -> dict[str, Any]:
-    config = {"block_size": block, "dtype": changes.get("dtype", "bf16")}
+    layout = f"{changes.get('dtype', 'bf16')}/{block}"
+    config = {"block_size": block, "kv_layout": layout, "num_gpu_blocks": str(64 // int(block))}
     window = {
         "output_tokens_per_s": 1e6 / e2e_ms,
         "latency_ms": {"service": {"e2e": {"mean": e2e_ms}, "ttft": {"p50": 5.0}}},

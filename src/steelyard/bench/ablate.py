@@ -154,7 +154,10 @@ def _void(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Iterator[str]:
 
 
 def _config(report: Json) -> Json:
-    found: Json = report.get("server_facts", {}).get("config", {})
+    """What the server says it runs with. The KV layout ends in the block size, which has a name of its own."""
+    found = dict(report.get("server_facts", {}).get("config", {}))
+    if "kv_layout" in found:
+        found["kv_layout"] = str(found["kv_layout"]).rpartition("/")[0]
     return found
 
 

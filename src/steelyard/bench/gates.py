@@ -19,6 +19,7 @@ DELAY_LIMIT_MS = 10.0
 RATE_LEAST = 0.98
 LENGTH_TOLERANCE = 0.01
 LITTLE_LIMIT = 0.05
+LITTLE_LIMIT_MS = 2.0
 TOKEN_RATIO_TOLERANCE = 0.02
 FAILURE_LIMIT = 0.01
 CPU_LIMIT = 0.9
@@ -196,9 +197,10 @@ def _failures(facts: Facts) -> Gate:
 
 def _little(facts: Facts) -> Gate:
     steady = facts.summary["windows"].get("steady")
-    own = facts.summary["little_generator"]
-    if own > LITTLE_LIMIT:
-        return Gate("Little's law", "fail", f"residual {own:.1%} over the whole run: records are missing", "INVALID")
+    own, gap_ms = facts.summary["little_generator"], facts.summary["little_generator_ms"]
+    if own > LITTLE_LIMIT and gap_ms > LITTLE_LIMIT_MS:
+        text = f"residual {own:.1%} over the whole run, {gap_ms:.1f} ms a request: records are missing"
+        return Gate("Little's law", "fail", text, "INVALID")
     if steady is None:
         return Gate("Little's law", "warn", f"residual {own:.2%}; the run has no steady part of a fifth or more")
     residual = steady["little_residual"]

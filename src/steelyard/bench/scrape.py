@@ -134,7 +134,8 @@ class Scraper:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """The page before the load; then sampling begins if there is one."""
+        """The page before the load, after what came earlier has been counted; then sampling begins if there is one."""
+        await asyncio.sleep(self._settle_s)
         self.side.before = await self._page()
         if self.side.before:
             self._task = asyncio.create_task(self._sample())

@@ -69,7 +69,7 @@ async def run_session(
 ) -> RunResult:
     """Raises InvalidRequest if the server does not answer at all or refuses the first warm-up request."""
     settled = await warm_up(server, work) if work.warmup else None
-    start_wall_ns = time.time_ns() + round((2.0 if options.processes > 1 else 0.1) * 1e9)
+    start_wall_ns = time.time_ns() + round((2.5 if options.processes > 1 else 1.0) * 1e9)
     clock = RunClock(start_wall_ns)
     client = HttpClient(server.base_url, clock, server.api_key)
     scraper = Scraper(client, clock, options.scrape_interval_s)

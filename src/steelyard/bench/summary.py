@@ -40,6 +40,7 @@ def summarise(
     """Every window of a run and of each group, failures, series. `curve`: the generator's own in-flight count."""
     counted = curve if curve is not None else in_flight(records)
     whole = whole_run(records)
+    own = little(records, counted, whole)
     windows = [whole] + ([part] if (part := steady(counted, whole)) else [])
     groups = sorted({r.group for r in records})
     found: Json = {
@@ -50,12 +51,13 @@ def summarise(
         "wrong_length": sum(wrong_length(r) for r in records),
         "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "e2e_ms": slo.e2e_ms},
         "windows": {w.name: _window(records, counted, w, slo) for w in windows},
-        "little_generator": little(records, counted, whole).residual,
+        "little_generator": own.residual,
+        "little_generator_ms": own.gap_ms,
         "in_flight": cells(counted, whole),
     }
     if len(groups) > 1:
-        own = {g: [r for r in records if r.group == g] for g in groups}
-        found["groups"] = {g: _window(rs, in_flight(rs), whole_run(rs), slo) for g, rs in own.items()}
+        each = {g: [r for r in records if r.group == g] for g in groups}
+        found["groups"] = {g: _window(rs, in_flight(rs), whole_run(rs), slo) for g, rs in each.items()}
     opening = [r for r in records if r.opening]
     if opening:
         rest = [r for r in records if not r.opening]

@@ -128,6 +128,11 @@ class LittleCheck:
             return 0.0
         return abs(self.mean_in_flight - self.rate * self.mean_time_s) / self.mean_in_flight
 
+    @property
+    def gap_ms(self) -> float:
+        """The same as milliseconds a request: the client's own work around a request is some tenths of one."""
+        return 1e3 * abs(self.mean_in_flight / self.rate - self.mean_time_s) if self.rate else 0.0
+
 
 def little(records: Sequence[RequestRecord], curve: Curve, window: Window) -> LittleCheck:
     """`curve` should be the load generator's own count: then a lost or doubled record shows as a residual."""

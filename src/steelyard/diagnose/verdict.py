@@ -42,8 +42,9 @@ class Diagnosis:
             lines.append(f"  try one thing: {self.finding.knob}")
         if self.predicted is not None:
             lines.append(f"  predicted: {self.predicted}")
-        if self.margin is not None and self.runner_up is not None:
-            lines.append(f"Next: {self.runner_up.name}, {self.margin:.3g} times less clear")
+        if self.runner_up is not None and self.runner_up not in self.also:
+            clear = f", {self.margin:.3g} times less clear" if self.margin is not None and self.margin >= 1.0 else ""
+            lines.append(f"Next: {self.runner_up.name}{clear}")
             lines += [f"  {line}" for line in (*self.runner_up.evidence, *self.runner_up.against)]
         for finding in self.also:
             lines.append(f"Also: {finding.name}")
