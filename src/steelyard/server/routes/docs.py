@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from steelyard import __version__
 from steelyard.server import openapi
 from steelyard.server.responses import json_response
 
@@ -15,7 +14,7 @@ class Docs:
     """Handlers over the one document."""
 
     def __init__(self) -> None:
-        self._document = openapi.document(version("steelyard"))
+        self._document = openapi.document(__version__)
         self._page = openapi.page(self._document)
 
     async def document(self, request: Request) -> Response:

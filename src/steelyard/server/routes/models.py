@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from steelyard import __version__
 from steelyard.server.responses import json_response
 from steelyard.server.service import Service
 
@@ -17,7 +17,7 @@ class Models:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._version = version("steelyard")
+        self._version = __version__
 
     async def all(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._card()]})
