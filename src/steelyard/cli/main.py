@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from steelyard import __version__
+from steelyard.engine.threads import with_short_spins
 from steelyard.errors import SteelyardError
 
 COMMANDS: dict[str, str] = {
@@ -29,6 +31,7 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; a user's mistake prints one line and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.update(with_short_spins(os.environ))  # before a command loads torch
     parser = argparse.ArgumentParser(
         prog="steelyard", description="An LLM inference server that weighs what it spends."
     )

@@ -9,11 +9,13 @@ The engine ends when its stdin closes, so it never outlives its parent, however 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
 
 from steelyard.config import EngineConfig
+from steelyard.engine.threads import with_short_spins
 
 
 def start_engine_process(config: EngineConfig, address: str) -> subprocess.Popen[bytes]:
@@ -22,7 +24,8 @@ def start_engine_process(config: EngineConfig, address: str) -> subprocess.Popen
     It ignores SIGINT, drains at SIGTERM, and exits with 0 after a drain or halt, 2 if it could not start, 1 after a
     Fault. Keep the returned process's stdin open for as long as the engine is wanted.
     """
-    process = subprocess.Popen([sys.executable, "-m", "steelyard.engine.process"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "steelyard.engine.process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_short_spins(os.environ))
     assert process.stdin is not None
     process.stdin.write(json.dumps({"address": address, "config": asdict(config)}).encode() + b"\n")
     process.stdin.flush()
