@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from steelyard.bench.arrivals import Arrivals, make_schedule, replay
-from steelyard.bench.http import TransportError
+from steelyard.bench.http import Exchange, TransportError
 from steelyard.bench.load import LoadGenerator
 from steelyard.bench.record import Clock
 from steelyard.bench.target import RequestShape, Target
@@ -119,3 +119,22 @@ def test_the_generators_own_count_integrates_to_the_time_requests_were_in_flight
     points = result.in_flight
     integral = sum(n * (b - a) for (a, n), (b, _) in pairwise(points))
     assert integral == sum((r.done_ns or 0) - (r.send_ns or 0) for r in result.records)
+
+
+def test_a_late_event_loop_does_not_move_the_schedule() -> None:
+    class Stalling(FakeServer):
+        async def exchange(self, exchange: Exchange) -> None:
+            if not self.bodies:
+                asyncio.get_running_loop()._now_s += 1.0  # type: ignore[attr-defined]
+            await super().exchange(exchange)
+
+    records = run_load(Stalling(), plan(4), Arrivals("constant", rate=10.0)).records
+    assert [r.sched_ns for r in records] == [100 * MS, 200 * MS, 300 * MS, 400 * MS]
+    assert [r.delay_ns for r in records] == [1000 * MS, 900 * MS, 800 * MS, 700 * MS]
+
+
+def test_a_timeout_runs_from_the_schedule_through_the_clients_own_wait() -> None:
+    arrivals = Arrivals("constant", rate=1.0, concurrency=1)
+    first, second = run_load(FakeServer(prefill_s=3.0), plan(2), arrivals, timeout_s=4.0).records
+    assert first.ok and second.failure == "timeout"
+    assert (second.delay_ns or 0) > 0 and (second.done_ns or 0) - second.sched_ns == 4000 * MS

@@ -23,6 +23,7 @@ def test_the_last_stage_is_bound_by_the_sequence_cap_and_the_client_is_capped_to
     assert found.verdict == "sequence cap (128)"
     assert [f.name for f in found.also] == ["client"]
     assert any("440" in line for line in found.also[0].evidence)
+    assert read_report(AUDIT).kv_usage is None
     assert any("KV in use" in line and "absent" in line for line in found.unread)
     assert any("10938" in line and "5531" in line for line in found.unread)
     assert found.finding is not None and "--max-num-seqs" in found.finding.knob
