@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.equality.llama_rig import VOCAB, Cell, check_greedy, prompts, request, run
+from steelyard.core.sampling import SamplingParams
+from steelyard.errors import CheckpointError
+from steelyard.llm import LLM
+from tests.equality.llama_rig import VOCAB, Cell, Ran, check_greedy, prompts, request, run, runner_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -47,6 +51,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0, 1]}),
+    "mistral-pruned-heads": (
+        "Mistral",
+        {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": None},
+    ),
+    "qwen3-pruned-heads": ("Qwen3", {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 6}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None, **EXPERTS}),
     "qwen3-moe": (
@@ -92,6 +101,63 @@ def test_family_equals_transformers(tmp_path: Path, name: str) -> None:
         assert windows, "the family's window is used"
         freed = [e for plan in ran.simulation.plans for e in plan.edits if 0 in e.block_ids]
         assert freed, "blocks behind the window are freed"
+        group = next(i for i, g in enumerate(ran.simulation.runner.caps.groups) if g.window is not None)
+        # A window, the chunk it slides over, and a partly used block at each end.
+        assert 0 < most_blocks_of_a_row(ran, group) <= -(-(windows[0] + 24) // 8) + 2
+
+
+def most_blocks_of_a_row(ran: Ran, group: int) -> int:
+    """The most blocks that a row's table of this KV group ever named at once (case S27)."""
+    tables: dict[int, dict[int, int]] = {}
+    most = 0
+    for plan in ran.simulation.plans:
+        for row in plan.leave:
+            tables.pop(row, None)
+        for edit in plan.edits:
+            if edit.group == group:
+                table = tables.setdefault(edit.row, {})
+                table.update({edit.first_index + i: block for i, block in enumerate(edit.block_ids)})
+                most = max(most, sum(block != 0 for block in table.values()))
+    return most
+
+
+def test_a_pruned_model_has_intermediate_sizes_of_its_own_in_every_layer(tmp_path: Path) -> None:
+    sizes = [80, 24, 1, 56]
+    oracle = tiny(tmp_path, "Llama", {})
+    torch.manual_seed(3)
+    for layer, size in zip(oracle.model.layers, sizes, strict=True):
+        fields = {**oracle.config.to_dict(), "intermediate_size": size}
+        layer.mlp = type(layer.mlp)(transformers.LlamaConfig(**fields)).eval()
+    oracle.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": sizes}))
+    requests = [request(f"r{i}", p, 20) for i, p in enumerate(prompts((5, 33)))]
+    assert check_greedy(oracle, run(tmp_path, Cell(budget=24), requests)) < 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe"])
+def test_a_family_in_bfloat16_is_near_its_float32_self(tmp_path: Path, name: str) -> None:
+    """The narrow path (fused products, KV in bfloat16) computes the same model: the same likelihood of its prompts."""
+    tiny(tmp_path, *({"llama": ("Llama", {})} | FAMILIES)[name])
+    requests = prompts((40, 9))
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        llm = LLM(str(tmp_path), dtype=dtype, skip_tokenizer_init=True, num_gpu_blocks_override=32)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate(requests, sampling)
+        found.append([[p.logprob for p in out.prompt_logprobs or () if p is not None] for out in outputs])
+    exact, narrow = (torch.tensor([p for prompt in prompts_ for p in prompt]) for prompts_ in found)
+    assert len(exact) == 47 and not torch.equal(exact, narrow)
+    assert (exact - narrow).abs().mean() < 0.05 * exact.abs().mean()
+
+
+def test_an_unknown_rotary_scheme_is_refused_by_name(tmp_path: Path) -> None:
+    tiny(tmp_path, "Llama", {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "warp", "factor": 2.0}}))
+    with pytest.raises(CheckpointError, match="'warp' is not supported"):
+        runner_of(tmp_path, Cell())
 
 
 @pytest.mark.parametrize("max_model_len", [64, 256], ids=["short", "long"])

@@ -106,7 +106,10 @@ ALIASES = {"gemma3": "gemma3_text", "ministral": "mistral", "gemma3_model": "gem
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What a config says, as parts. `ends` are the tensors outside layers: embeddings, final norm, head."""
+    """What a config says, as parts. `ends` are the tensors outside layers: embeddings, final norm, head.
+
+    intermediate_size  the largest of any layer: pruned models have one a layer
+    """
 
     family: str
     hidden_size: int
@@ -133,18 +136,19 @@ def read_decoder(config: Mapping[str, Any]) -> Decoder:
     hidden = fields.count("hidden_size")
     num_layers = fields.count("num_hidden_layers")
     windows = _windows(fields, family, num_layers)
-    made: dict[tuple[int | None, bool], LayerShape] = {}
+    made: dict[tuple[int | None, bool, int], LayerShape] = {}
     layers = []
-    for index, window in enumerate(windows):
-        sparse = _is_sparse(fields, family, index)
-        if (window, sparse) not in made:
-            made[window, sparse] = _layer(fields, family, window, sparse)
-        layers.append(made[window, sparse])
+    inner_sizes = fields.counts("intermediate_size", "ffn_dim", length=num_layers, default=4 * hidden)
+    for index, (window, inner) in enumerate(zip(windows, inner_sizes, strict=True)):
+        kind = (window, _is_sparse(fields, family, index), inner)
+        if kind not in made:
+            made[kind] = _layer(fields, family, *kind)
+        layers.append(made[kind])
     tied = fields.flag("tie_word_embeddings")
     return Decoder(
         family=name,
         hidden_size=hidden,
-        intermediate_size=fields.count("intermediate_size", "ffn_dim", default=4 * hidden),
+        intermediate_size=max(inner_sizes),
         vocab_size=fields.count("vocab_size"),
         max_position=fields.count("max_position_embeddings", default=2048),
         tied=tied,
@@ -165,12 +169,11 @@ def _ends(fields: Fields, family: Family, tied: bool) -> tuple[Weight, ...]:
     return tuple(ends)
 
 
-def _layer(fields: Fields, family: Family, window: int | None, sparse: bool) -> LayerShape:
+def _layer(fields: Fields, family: Family, window: int | None, sparse: bool, inner: int) -> LayerShape:
     hidden = fields.count("hidden_size")
     attention, weights = (_latent if family.latent else _heads)(fields, family, window)
     weights += [_vector(f"norm{i}", hidden * family.norm_vectors, Part.NORM) for i in range(family.num_norms)]
     if not sparse:
-        inner = fields.count("intermediate_size", "ffn_dim", default=4 * hidden)
         bias = family.mlp_bias or fields.flag("mlp_bias")
         return LayerShape(attention, (*weights, *_mlp(hidden, inner, family.gated, bias)))
     num_experts = _num_experts(fields)

@@ -38,6 +38,15 @@ class Fields:
             raise _error(names[0], f"must be an integer of at least {low}, got {value!r}")
         return value
 
+    def counts(self, *names: str, length: int, default: int) -> list[int]:
+        """`length` positive integers: the field is a list of them, or one for all."""
+        value = self.get(*names)
+        if not isinstance(value, list | tuple):
+            return [self.count(*names, default=default)] * length
+        if len(value) != length or not all(type(v) is int and v > 0 for v in value):
+            raise _error(names[0], f"must be a positive integer or a list of {length} of them, got {value!r}")
+        return list(value)
+
     def optional_count(self, *names: str) -> int | None:
         """A positive integer, or None where the field is absent, null or 0."""
         return self.count(*names, default=0, low=0) or None
