@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import gguf
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from steelyard.cache.manager import CacheManager
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
+from steelyard.core.sampling import SamplingParams
+from steelyard.llm import LLM
 from steelyard.runner.options import RunnerOptions
 from steelyard.runner.start import start_runner
 from steelyard.scheduler.options import SchedulerOptions
@@ -56,3 +60,26 @@ def test_smollm2_equals_transformers_chunked_batched_and_from_the_prefix_cache()
     ran.outputs = simulation.outputs
     assert check_greedy(oracle, ran) <= 1
     assert scheduler.counters.prefill_chunks > 3 and scheduler.counters.prefix_hits_tokens >= 32
+
+
+TEXT = """The steelyard is a balance with arms of unequal length. The thing to be weighed hangs from the short arm, and
+a counterweight slides along the long one until both sides are level; where it rests, the scale engraved in the beam says
+what the thing weighs. It needs only one weight, and so merchants of Rome carried it from market to market."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [4, 64], ids=["packed", "bfloat16"])
+def test_smollm2_with_packed_or_narrow_weights_predicts_as_in_float32(budget: int) -> None:
+    """Steps of four tokens go through the packed weights, longer ones through the bfloat16 form."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        llm = LLM("smollm2", dtype=dtype, max_num_batched_tokens=budget, num_gpu_blocks_override=16)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        output = llm.generate([TEXT], sampling)[0]
+        found.append([p for p in output.prompt_logprobs or () if p is not None])
+    exact, narrow = found
+    assert len(exact) > 70
+    same = sum(a.top[0][0] == b.top[0][0] for a, b in zip(exact, narrow, strict=True)) / len(exact)
+    perplexities = [math.exp(-sum(p.logprob for p in some) / len(some)) for some in found]
+    print(f"top-1 agreement {same:.3f}, perplexity {perplexities[0]:.2f} in float32, {perplexities[1]:.2f} narrow")
+    assert same >= 0.93 and abs(perplexities[1] / perplexities[0] - 1) < 0.02

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from steelyard.errors import StartError
+from steelyard.kernels.cpu_linear import has_int4
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ def resolve_dtype(name: str, device: torch.device, kinds: Set[str]) -> torch.dty
     chosen = torch.bfloat16 if narrow and has_native_bfloat16() else torch.float32
     if chosen is torch.bfloat16:
         _log.info(
-            "--dtype auto: bfloat16 products (weights of 4 or 8 bits stay packed where few rows are computed), "
-            "float32 everywhere else; --dtype float32 rounds nothing"
+            "--dtype auto: products, attention and KV in bfloat16, sums between layers in float32, weights of 4 or 8 "
+            "bits %s; --dtype float32 rounds nothing",
+            "packed where few rows are computed" if has_int4() else "unpacked (this torch has no int4 operators)",
         )
     else:
         why = "the checkpoint's own" if not narrow else "this CPU has no bfloat16 arithmetic"
