@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli.main import main
 from tests.plan.test_fit import batch, single, write_records
 
 ROOT = Path(__file__).parent.parent
@@ -126,3 +128,25 @@ def test_block_runs_as_printed(name: str, language: str, text: str, address: str
         return
     for command in commands(text):
         _check_command(command, address, folder)
+
+
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
+
+
+def console_commands() -> list[str]:
+    """Commands shown with a prompt, which need a GPU, a load or minutes: their words are checked, not run."""
+    found = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for match in CONSOLE.finditer(path.read_text()):
+            lines = match[1].replace("\\\n", " ").splitlines()
+            found += [line[2:].split("   #")[0].strip() for line in lines if line.startswith("$ steelyard ")]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", console_commands())
+def test_shown_command_is_one_that_the_command_line_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command)[1:]
+    taken: list[object] = []
+    monkeypatch.setattr(f"steelyard.cli.{words[0]}.run", lambda args: taken.append(args) or 0)
+    assert main(words) == 0
+    assert taken
