@@ -63,8 +63,8 @@ def test_smollm2_equals_transformers_chunked_batched_and_from_the_prefix_cache()
 
 
 TEXT = """The steelyard is a balance with arms of unequal length. The thing to be weighed hangs from the short arm, and
-a counterweight slides along the long one until both sides are level; where it rests, the scale engraved in the beam says
-what the thing weighs. It needs only one weight, and so merchants of Rome carried it from market to market."""
+a counterweight slides along the long one until both sides are level; where it rests, the scale engraved in the beam
+says what the thing weighs. It needs only one weight, and so merchants of Rome carried it from market to market."""
 
 
 @pytest.mark.slow
