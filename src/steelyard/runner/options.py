@@ -74,7 +74,7 @@ def resolve_dtype(name: str, device: torch.device, kinds: Set[str]) -> torch.dty
     chosen = torch.bfloat16 if narrow and has_native_bfloat16() else torch.float32
     if chosen is torch.bfloat16:
         _log.info(
-            "--dtype auto: bfloat16 products, attention and KV, float32 sums between layers, weights of 4 or 8 bits %s; "
+            "--dtype auto: bfloat16 products, attention and KV, float32 sums between layers, 4- or 8-bit weights %s; "
             "--dtype float32 rounds nothing",
             "packed where few rows are computed" if has_int4() else "unpacked (this torch has no int4 operators)",
         )
