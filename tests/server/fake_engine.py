@@ -15,8 +15,10 @@ from steelyard.wire.messages import (
     Finished,
     FromEngine,
     Logprob,
+    Pause,
     Ready,
     Refused,
+    Resume,
     Status,
     Stop,
     Submit,
@@ -54,6 +56,7 @@ class FakeEngine:
         self.per_step = 1
         self.stalled = False
         self.pause_at: int | None = None
+        self.paused: set[str] = set()
         self.refuse: Refused | None = None
         self.fail_at: int | None = None
         self.joined = False
@@ -76,6 +79,10 @@ class FakeEngine:
                 self.loop.call_soon(self._accept, message)
             case Stop():
                 self._stop(message)
+            case Pause():
+                self.paused.add(message.id)
+            case Resume():
+                self.paused.discard(message.id)
             case Ask():
                 self.loop.call_soon(self.say, Answer(message.id, {"what": message.what}))
 
@@ -101,7 +108,7 @@ class FakeEngine:
         sent = 0
         while sent < len(ids):
             await asyncio.sleep(0)
-            while self.stalled or (self.pause_at is not None and sent >= self.pause_at):
+            while self._held(submit.id, sent):
                 await asyncio.sleep(0.002)
             if self.fail_at is not None and sent >= self.fail_at:
                 self._end(submit, index, sent, "error", message="the row failed: not a number")
@@ -114,6 +121,9 @@ class FakeEngine:
                 return
             self.say(delta)
         self._end(submit, index, sent, *_reason(submit, ids, whole))
+
+    def _held(self, id: str, sent: int) -> bool:
+        return self.stalled or id in self.paused or (self.pause_at is not None and sent >= self.pause_at)
 
     def _end(
         self,

@@ -141,7 +141,7 @@ def chunks(served: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.005)
