@@ -1,6 +1,9 @@
 # Everything from a fresh machine with Python 3.11 or 3.12, pip and make. `make serve` is the first thing to try.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first interpreter that runs here and is of the right version; a name on the PATH alone may be a shim.
+RIGHT := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(or $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c '$(RIGHT)' >/dev/null 2>&1 && echo $$p && break; done),python3)
 VENV := .venv
 BIN := $(VENV)/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -13,7 +16,7 @@ ARGS ?=
 install: $(VENV)/.installed
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || \
+	@$(PYTHON) -c '$(RIGHT)' || \
 		{ echo "steelyard needs Python 3.11 or 3.12; name one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
