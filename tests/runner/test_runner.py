@@ -150,6 +150,25 @@ def test_penalties_count_the_output_and_repetition_the_prompt_too(folder: Path) 
     assert generate(runner, 0, 1, 4, frequency_penalty=0.55) == [10, 200, 10, 201]
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [{"top_p": 1e-6}, {"top_p": 1e-46}, {"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 1e-5}],
+    ids=str,
+)
+def test_the_narrow_end_of_each_cut_is_the_best_token(folder: Path, ends: dict[str, Any]) -> None:
+    runner = start(folder)
+    assert generate(runner, 0, 1, 6, **({"temperature": 1.0} | ends)) == generate(runner, 0, 1, 6)
+
+
+def test_the_wide_end_of_each_value_reaches_the_device(folder: Path) -> None:
+    runner = start(folder)
+    wide = {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "temperature": 2.0}
+    plain = {"temperature": 2.0}
+    assert generate(runner, 0, 1, 6, **wide) == generate(runner, 0, 1, 6, **plain)
+    extremes = {"repetition_penalty": 0.01, "presence_penalty": -2.0, "frequency_penalty": 2.0, "min_tokens": 2**31 - 1}
+    assert len(generate(runner, 0, 1, 6, **plain, **extremes)) == 6
+
+
 def test_a_seed_gives_the_same_text_in_any_row_beside_any_neighbour(folder: Path) -> None:
     runner = start(folder)
     alone = generate(runner, 0, 1, 12, temperature=1.5, seed=2**63 + 5)

@@ -200,6 +200,20 @@ def test_unknown_fields_can_be_ignored_and_are_then_named(keyed: Served) -> None
     assert many.json()["error"]["code"] == "unknown_parameter"
 
 
+@pytest.mark.parametrize("name", ["", ".", "a.b", "a[0]", "[0]", "messages[0].x", "x" * 300, "\u2028", "prompt[0].a"])
+def test_an_unknown_field_whose_name_looks_like_a_path_is_refused_or_ignored(keyed: Served, name: str) -> None:
+    response = as_tenant(keyed, "root", **{name: 1})
+    assert response.status_code in {200, 400}, response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["code"] == "unknown_parameter"
+
+
+def test_a_number_out_of_range_beside_an_unknown_field_is_refused(keyed: Served) -> None:
+    raw = b'{"prompt": [5, 5], "foo": 1e400, "bar": 1}'
+    headers = {"authorization": f"Bearer {KEYS['root']}"}
+    assert keyed.http.post("/v1/completions", content=raw, headers=headers).status_code == 400
+
+
 def test_a_page_of_an_allowed_origin_may_ask(keyed: Served) -> None:
     ask = {"origin": "https://page.example", "access-control-request-method": "POST"}
     allowed = keyed.http.options("/v1/completions", headers=ask)

@@ -13,6 +13,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
 SEED_BITS = 64
+INT32_MAX = 2**31 - 1
+"""Counts and token ids travel to the device as int32."""
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class SamplingParams:
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for text in self.stop:
@@ -68,11 +72,11 @@ class SamplingParams:
     def _check_counts(self) -> None:
         _int_in_range("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _int_in_range("max_tokens", self.max_tokens, 1, None)
+            _int_in_range("max_tokens", self.max_tokens, 1, INT32_MAX)
             _int_in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         else:
-            _int_in_range("min_tokens", self.min_tokens, 0, None)
-        _int_in_range("top_k", self.top_k, -1, None)
+            _int_in_range("min_tokens", self.min_tokens, 0, INT32_MAX)
+        _int_in_range("top_k", self.top_k, -1, INT32_MAX)
         if self.seed is not None:
             _int_in_range("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)
         for name in ("logprobs", "prompt_logprobs"):

@@ -23,6 +23,9 @@ from steelyard.kernels.step import NUM_WORDS, REPETITION, StateLayout
 from steelyard.runner.options import Limits
 from steelyard.runner.staging import Int32Array, Staging, floats
 
+LEAST_TOP_P = 1e-6
+"""A share so small keeps the best token alone; nearer to zero float32 would lose it and keep none."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
@@ -103,6 +106,7 @@ class Rows:
 def sampling_words(enter: RowEnter) -> list[int]:
     """A row's NUM_WORDS int32 words, in the order of kernels/step.py."""
     s = enter.sampling
-    real = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
+    top_p = max(s.top_p, LEAST_TOP_P)
+    real = (s.temperature, top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
     seed = np.array([(s.seed or 0) % 2**64], np.uint64).view(np.int32)
     return [*floats(*real), max(s.top_k, 0), enter.prompt_len, *seed.tolist()]

@@ -65,7 +65,10 @@ def decode_lenient(
         except InvalidRequest as error:
             if error.code != "unknown_parameter" or error.param is None or len(ignored) == MAX_IGNORED:
                 raise
-            body = _without(body, error.param)
+            try:
+                body = _without(body, error.param)
+            except (LookupError, TypeError, ValueError, RecursionError, msgspec.MsgspecError):
+                raise error from None  # a name that is no path of ours cannot be left out
             ignored.append(error.param)
 
 
