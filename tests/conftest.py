@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if not os.path.exists("/dev/nvidiactl"):
     # Without a GPU, Triton kernels run in its interpreter; the choice is made when triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
