@@ -83,6 +83,7 @@ class Accounts:
         self.closed_cost_ns = 0
         self._book = book
         self._live: dict[Request, Account] = {}
+        self._at: dict[int, Account] = {}  # who was last charged for a row
         self._closed: OrderedDict[tuple[str, int], Account] = OrderedDict()
 
     def open(self, request: Request) -> None:
@@ -102,12 +103,17 @@ class Accounts:
         """The request takes a row, with KV below `start` valid."""
         account = self._live[request]
         self.settle(account)
+        former = self._at.get(row)
+        if former is not None and former.row == row:  # preempted, not back yet: what the row was charged is its own
+            self.settle(former)
+            former.row = -1
         known_len = len(request.tokens)
         stay = Stay(request.id, request.index, request.tenant, row, known_len, request.recompute_until)
         if not account.tickets:
             account.shared_tokens = start - request.cached_tokens
         account.tickets.append(self._book.enter(stay))
         account.row = row
+        self._at[row] = account
 
     def lose(self, request: Request, num_tokens: int) -> None:
         """A row failed: what it computed is worth nothing."""
