@@ -162,6 +162,8 @@ class Serving:
         monkeypatch.setattr(process_module.signal, "signal", lambda *given: None)
         self.channel = EngineSide(address)
         self.client = Client(address)
+        while not self.channel.peers:  # an engine that fails at once would greet a later server with its Fault alone
+            assert not self.channel.recv(WAIT_S * 1000)
 
     def run(self, *messages: ToEngine) -> int:
         for message in messages:
