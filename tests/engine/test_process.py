@@ -20,7 +20,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.engine import process as process_module
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import StartError
-from steelyard.wire.channel import EngineSide, ServerSide, new_address, remove_address
+from steelyard.wire.channel import EngineSide, Peer, ServerSide, new_address, remove_address
 from steelyard.wire.messages import (
     Accepted,
     Answer,
@@ -152,7 +152,10 @@ def test_a_process_serves_answers_and_drains(config: EngineConfig, address: str)
 
 
 class Serving:
-    """`serve` on an engine made here, in this process; what it says is read when it has returned."""
+    """`serve` on an engine made here, in this process; what it says is read when it has returned.
+
+    Its server has connected, and what it sends has arrived, before the loop begins: the first `recv` returns it all.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, address: str, **harness: Any) -> None:
         self.harness = Harness(**harness)
@@ -164,10 +167,17 @@ class Serving:
         self.client = Client(address)
         while not self.channel.peers:  # an engine that fails at once would greet a later server with its Fault alone
             assert not self.channel.recv(WAIT_S * 1000)
+        self._monkeypatch = monkeypatch
 
     def run(self, *messages: ToEngine) -> int:
         for message in messages:
             self.client.side.send(message)
+        arrived: list[tuple[Peer, ToEngine]] = []
+        while len(arrived) < len(messages):
+            arrived += self.channel.recv(WAIT_S * 1000)
+        later = self.channel.recv
+        batches = iter([arrived])
+        self._monkeypatch.setattr(self.channel, "recv", lambda timeout_ms: next(batches, None) or later(timeout_ms))
         status = process_module.serve(EngineConfig(), self.channel)
         self.client.until(Ready)
         return status
@@ -191,7 +201,7 @@ def test_halt_ends_the_loop_with_everything_in_it(serving: Callable[..., Serving
     server = serving()
     assert server.run(Submit("a", [4], SamplingParams(max_tokens=9)), Control("halt")) == 0
     assert server.client.complete("a")[1].reason == "abort"
-    assert not server.client.until(Status).busy
+    server.client.until(Status, lambda status: not status.busy)
 
 
 def test_drain_ends_the_loop_when_what_runs_is_done(serving: Callable[..., Serving]) -> None:
