@@ -40,7 +40,7 @@ def test_shares_and_engine_sum_to_the_step(device_ns: int, rates: Rates, padded:
 
 
 def test_a_step_as_long_as_expected_charges_each_what_it_is_expected_to_cost() -> None:
-    expected = RATES.requests_ns(ROWS.load(ROWS.pairs))
+    expected = RATES.requests_ns(ROWS.load())
     each, engine_ns, _ = shares(round(expected + 100 + 10 * 50), ROWS, RATES, 50)
     assert engine_ns == 100 + 500
     by_hand = [
@@ -51,7 +51,7 @@ def test_a_step_as_long_as_expected_charges_each_what_it_is_expected_to_cost() -
 
 
 def test_what_is_over_the_model_is_the_engines_and_what_is_under_shrinks_all() -> None:
-    expected = round(RATES.requests_ns(ROWS.load(ROWS.pairs)))
+    expected = round(RATES.requests_ns(ROWS.load()))
     each, engine_ns, _ = shares(expected + 100 + 7_000, ROWS, RATES)
     assert engine_ns == pytest.approx(7_100, abs=1)
     half, engine_half_ns, _ = shares((expected + 100) // 2, ROWS, RATES)

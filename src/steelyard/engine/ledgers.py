@@ -97,7 +97,7 @@ class Ledgers:
             shares.append(
                 {
                     "request": stay.request_id,
-                    "index": stay.index,
+                    "index": stay.choice,
                     "tenant": stay.tenant,
                     "row": stay.row,
                     "start": int(rows.starts[i]),

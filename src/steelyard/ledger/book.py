@@ -16,24 +16,24 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from steelyard.core.step import StepPlan, StepTiming, Want
+from steelyard.core.step import RowWork, StepPlan, StepTiming, Want
 from steelyard.ledger.rates import Fitter, Load, Rates
-from steelyard.ledger.step import Ints, Participants, shares
+from steelyard.ledger.step import Ints, Part, Participants, shares
 
 MAX_STEPS = 4096
 NO_WORK = "no_work"
 CPU_LATE = "cpu_late"
-_ROW = itemgetter(0)
+_ROW, _START, _NEW = map(itemgetter, range(3))
 _SAMPLING = frozenset(id(Want(bits)) for bits in range(32) if Want.TOKEN in Want(bits))
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """A request's time in a row, by ticket. Positions below `known_len` were known when it came."""
 
     request_id: str
-    index: int
+    choice: int
     tenant: str
     row: int
     known_len: int
@@ -124,7 +124,7 @@ class StepBook:
         rates = self._fitter.rates
         charged, engine_ns, load = shares(device_ns, found, rates, timing.padded_tokens)
         self.cost_ns[rows] += charged
-        self.num_tokens[rows] += found.num_new
+        self.num_tokens[rows] += 1 if not found.tail else found.num_new
         self.commit_ns = now_ns
         self._fitter.add(load._replace(num_tokens=load.num_tokens + timing.padded_tokens), device_ns)
         self._sum(device_ns, engine_ns, load.num_tokens, gaps_ns)
@@ -150,27 +150,29 @@ class StepBook:
     # inside
 
     def _participants(self, plan: StepPlan) -> tuple[tuple[int, ...], Ints, Participants]:
-        last = self._last
-        rows = tuple(map(_ROW, plan.work))
-        if last is not None and last[2].plain and last[0] == rows and not plan.enter:
+        last, work = self._last, plan.work
+        rows = tuple(map(_ROW, work))
+        if last is not None and last[0] == rows and not last[2].tail and not plan.enter:
             before = last[2]  # every row goes on with one token, as it did before
             return rows, last[1], before._replace(starts=before.starts + 1)
-        _, starts, news, wants, _ = zip(*plan.work)
-        array = np.array(rows, np.int64)
-        start, num_new = np.array(starts, np.int64), np.array(news, np.int64)
-        again = np.minimum(self._again[array], start + num_new) - start
-        is_decode = start >= self._known[array]
-        sampled = np.array([id(want) in _SAMPLING for want in wants], np.int64)
-        found = Participants(
-            owners=self._tickets[array],
-            starts=start,
-            num_new=num_new,
-            is_decode=is_decode,
-            num_again=np.maximum(again, 0),
-            sampled=sampled,
-            plain=bool(is_decode.all()) and news.count(1) == len(news) and bool(sampled.all()),
-        )
-        return rows, array, found
+        num_rows = len(rows)
+        array = np.fromiter(rows, np.int64, num_rows)
+        starts = np.fromiter(map(_START, work), np.int64, num_rows)
+        tail = self._tail(work, starts >= self._known[array])
+        return rows, array, Participants(self._tickets[array], starts, tail)
+
+    def _tail(self, work: tuple[RowWork, ...], is_decode: NDArray[np.bool_]) -> tuple[Part, ...]:
+        """What follows the rows that decode one token, and so draw the next: the scheduler puts those first."""
+        lead = len(work)
+        while lead and not is_decode[lead - 1]:
+            lead -= 1
+        if not is_decode[:lead].all() or sum(map(_NEW, work[:lead])) != lead:
+            lead = 0
+        parts = []
+        for (row, start, num_new, want, _), decodes in zip(work[lead:], is_decode[lead:].tolist()):
+            again = max(0, min(int(self._again[row]), start + num_new) - start)
+            parts.append(Part(start, num_new, decodes, again, int(id(want) in _SAMPLING)))
+        return tuple(parts)
 
     def _gaps(self, gap_ns: int, timing: StepTiming) -> dict[str, int]:
         """A gap's part before any work was there, and the rest by the runner's cause."""

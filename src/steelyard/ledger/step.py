@@ -18,51 +18,104 @@ from steelyard.ledger.rates import Load, Rates
 from steelyard.ledger.split import split
 
 Ints = NDArray[np.int64]
+_sum = np.add.reduce  # at every step: without ndarray.sum's wrapper
+
+
+class Part(NamedTuple):
+    """A row's part of a step that is not one decoded token.
+
+    num_again  of the positions, those computed once before
+    sampled    1 if a token is drawn
+    """
+
+    start: int
+    num_new: int
+    is_decode: bool
+    num_again: int
+    sampled: int
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs: n * start + n (n + 1) / 2."""
+        return self.num_new * self.start + self.num_new * (self.num_new + 1) // 2
 
 
 class Participants(NamedTuple):
-    """The rows of a step, arrays of one length. A named tuple: one is made at every step.
+    """The rows of a step. First those that decode one token and draw the next: most of most steps. Then the tail.
 
-    owners      tickets: which request's stay in which row this is
-    starts      first position computed; num_new: positions computed
-    is_decode   whether the position was not known when the request entered its row
-    num_again   of the positions, those computed once before
-    sampled     1 where a token is drawn
-    plain       every row is a decode of one token that draws one: most steps, and the short way through here
+    owners   tickets: which request's stay in which row this is
+    starts   first position computed, of every row
+    tail     the last rows, whatever they do; a step of decodes has none
+
+    The rest is made when asked for, as arrays of one length.
     """
 
     owners: Ints
     starts: Ints
-    num_new: Ints
-    is_decode: NDArray[np.bool_]
-    num_again: Ints
-    sampled: Ints
-    plain: bool = False
+    tail: tuple[Part, ...] = ()
+
+    @property
+    def lead(self) -> int:
+        return len(self.owners) - len(self.tail)
+
+    @property
+    def num_new(self) -> Ints:
+        """Positions computed."""
+        return self._column(1, [part.num_new for part in self.tail])
+
+    @property
+    def is_decode(self) -> NDArray[np.bool_]:
+        """Whether the first position was not known when the request entered its row."""
+        return self._column(1, [part.is_decode for part in self.tail]).astype(bool)
+
+    @property
+    def num_again(self) -> Ints:
+        return self._column(0, [part.num_again for part in self.tail])
+
+    @property
+    def sampled(self) -> Ints:
+        return self._column(1, [part.sampled for part in self.tail])
 
     @property
     def pairs(self) -> Ints:
-        """(query, key) pairs of each row: n * start + n (n + 1) / 2. A decode's are its context."""
-        if self.plain:
-            return self.starts + 1
-        return self.num_new * self.starts + self.num_new * (self.num_new + 1) // 2
+        """(query, key) pairs. A decode's are its context."""
+        pairs = self.starts + 1
+        pairs[self.lead :] = [part.pairs for part in self.tail]
+        return pairs
 
-    def load(self, pairs: Ints) -> Load:
-        if self.plain:
-            num_rows = len(pairs)
-            return Load(num_rows, int(np.add.reduce(pairs)), 0, num_rows)
-        decode_context = int(pairs[self.is_decode].sum())
-        return Load(int(self.num_new.sum()), decode_context, int(pairs.sum()) - decode_context, int(self.sampled.sum()))
+    def load(self) -> Load:
+        num_tokens = num_sampled = self.lead
+        contexts, prefill_pairs = int(_sum(self.starts)) + len(self.starts), 0
+        for part in self.tail:
+            num_tokens += part.num_new
+            num_sampled += part.sampled
+            contexts -= part.start + 1
+            if part.is_decode:
+                contexts += part.pairs
+            else:
+                prefill_pairs += part.pairs
+        return Load(num_tokens, contexts, prefill_pairs, num_sampled)
+
+    def _column(self, lead_value: int, tail_values: list[Any]) -> Ints:
+        column = np.full(len(self.owners), lead_value, np.int64)
+        column[self.lead :] = tail_values
+        return column
 
 
-def weights(rows: Participants, pairs: Ints, load: Load, rates: Rates) -> NDArray[np.floating[Any]]:
+def weights(rows: Participants, load: Load, rates: Rates) -> NDArray[np.floating[Any]]:
     """Expected nanoseconds of each row, its part of the products by tokens; by tokens alone before any fit."""
     if not rates.is_known:
         return rows.num_new.astype(np.float64)
     token_ns = rates.products_ns / load.num_tokens + rates.token_ns
-    if rows.plain:
-        return pairs * rates.context_ns + (token_ns + rates.row_ns)
-    attention_ns = np.where(rows.is_decode, rates.context_ns, rates.pair_ns)
-    return token_ns * rows.num_new + attention_ns * pairs + rates.row_ns * rows.sampled
+    context_ns, pair_ns, row_ns = rates.context_ns, rates.pair_ns, rates.row_ns
+    each = rows.starts * context_ns
+    each += token_ns + context_ns + row_ns
+    if rows.tail:
+        each[rows.lead :] = [
+            token_ns * part.num_new + (context_ns if part.is_decode else pair_ns) * part.pairs + row_ns * part.sampled
+            for part in rows.tail
+        ]
+    return each
 
 
 def shares(device_ns: int, rows: Participants, rates: Rates, padded_tokens: int = 0) -> tuple[Ints, int, Load]:
@@ -70,12 +123,11 @@ def shares(device_ns: int, rows: Participants, rates: Rates, padded_tokens: int 
 
     A step longer than expected leaves the excess to the engine; in a shorter one all parts shrink alike.
     """
-    pairs = rows.pairs
-    load = rows.load(pairs)
-    each = weights(rows, pairs, load, rates)
+    load = rows.load()
+    each = weights(rows, load, rates)
     for_rows_ns = device_ns
     if rates.is_known:
-        expected_ns = float(each.sum())
+        expected_ns = float(_sum(each))
         padding_ns = rates.token_ns * padded_tokens
         whole_ns = max(expected_ns + padding_ns + rates.overhead_ns, 1e-9)
         for_rows_ns = min(device_ns, round(expected_ns * min(1.0, device_ns / whole_ns)))
@@ -105,12 +157,12 @@ def causes(device_ns: int, rows: Participants, index: int, rates: Rates, padded_
     Own work is what the row would have taken alone, the weights read for it; others add what their tokens, context
     and sampling take beyond that.
     """
-    pairs = rows.pairs
-    attention_ns = np.where(rows.is_decode, rates.context_ns, rates.pair_ns)
-    added = rates.token_ns * rows.num_new + attention_ns * pairs + rates.row_ns * rows.sampled
+    num_new, is_decode = rows.num_new, rows.is_decode
+    attention_ns = np.where(is_decode, rates.context_ns, rates.pair_ns)
+    added = rates.token_ns * num_new + attention_ns * rows.pairs + rates.row_ns * rows.sampled
     others = np.ones(len(added), dtype=bool)
     others[index] = False
-    prefill, decode = others & ~rows.is_decode, others & rows.is_decode
+    prefill, decode = others & ~is_decode, others & is_decode
     own_ns = round(rates.products_ns + float(added[index]))
     prefill_ns, decode_ns = round(float(added[prefill].sum())), round(float(added[decode].sum()))
     padding_ns, overhead_ns = round(rates.token_ns * padded_tokens), round(rates.overhead_ns)
@@ -121,7 +173,7 @@ def causes(device_ns: int, rows: Participants, index: int, rates: Rates, padded_
         padding_ns=padding_ns,
         overhead_ns=overhead_ns,
         residual_ns=device_ns - own_ns - prefill_ns - decode_ns - padding_ns - overhead_ns,
-        others_prefill_tokens=int(rows.num_new[prefill].sum()),
+        others_prefill_tokens=int(num_new[prefill].sum()),
         others_decode_rows=int(decode.sum()),
     )
 
@@ -134,8 +186,11 @@ def tokens_by_kind(rows: Participants) -> dict[str, int]:
 
 
 def participants(values: dict[str, list[int]]) -> Participants:
-    """From plain lists, for tests and readers of a log."""
-    found: dict[str, Any] = {name: np.array(list_, dtype=np.int64) for name, list_ in values.items()}
-    found["is_decode"] = found["is_decode"].astype(bool)
-    plain = bool((found["is_decode"] & (found["num_new"] == 1) & (found["sampled"] == 1)).all())
-    return Participants(**found, plain=plain)
+    """From plain lists of owners, starts, num_new, is_decode, num_again and sampled, for tests and readers of a log."""
+    owners, starts = (np.array(values[name], np.int64) for name in ("owners", "starts"))
+    columns = zip(*(values[name] for name in Part._fields[1:]))
+    parts = [Part(start, n, bool(d), a, s) for start, (n, d, a, s) in zip(values["starts"], columns)]
+    lead = 0
+    while lead < len(parts) and parts[lead][1:] == (1, True, 0, 1):
+        lead += 1
+    return Participants(owners, starts, tuple(parts[lead:]))
