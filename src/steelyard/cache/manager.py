@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from steelyard.cache.blocks import NULL_BLOCK, BlockPool
 from steelyard.core.hashing import block_hash, root_hash
 from steelyard.core.request import Request
-from steelyard.core.step import Copy, RunnerCaps, TableEdit
+from steelyard.core.step import Copy, RunnerCaps, TableEdit, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,11 @@ class CacheManager:
         """Tokens of `request` whose KV is cached: a multiple of the block size, at most len(tokens) - 1.
 
         A hit of L tokens needs every block below L in full groups, and in window groups those that the query at
-        position L can see. A request that wants prompt logprobs matches nothing: it must compute them.
+        position L can see. A request that wants something of every prompt position (log-probabilities, their mean)
+        matches nothing: it must compute them.
         """
-        if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+        of_all = request.sampling.prompt_logprobs is not None or Want.POOL_MEAN in request.pooling
+        if not self.enable_prefix_caching or of_all:
             return 0
         hashes = self._hashes(request, (len(request.tokens) - 1) // self.block_size)
         num_hits = len(hashes)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import TokenLogprobs
+from steelyard.core.step import TokenLogprobs, Want
 from steelyard.core.timed import State, Timed
 
 
@@ -33,6 +33,8 @@ class Request(Timed):
     max_tokens       definite: clamped at admission if the client gave none
     has_grammar      its tokens are held to a grammar; it is scheduled once that is compiled (grammar_ready)
     stop_ids         token ids that end it (empty under ignore_eos, plus stop_token_ids)
+    pooling          POOL_LAST or POOL_MEAN: it ends with its prompt, and its answer is a vector; else NOTHING
+    pooled           parts of that vector so far: (number of positions, their pooled values)
     """
 
     __slots__ = (
@@ -53,6 +55,8 @@ class Request(Timed):
         "num_preemptions",
         "num_recomputed",
         "order_key",
+        "pooled",
+        "pooling",
         "priority",
         "prompt_len",
         "prompt_logprobs",
@@ -111,10 +115,20 @@ class Request(Timed):
         self.stop_token: int | None = None  # the id that ended it, if one did
         self.detail = ""  # what went wrong, for ERROR
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pooling = Want.NOTHING
+        self.pooled: list[tuple[int, tuple[float, ...]]] = []
 
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def vector(self) -> list[float]:
+        """What was pooled over all parts, each weighted by its positions; empty if nothing was."""
+        if len(self.pooled) == 1:
+            return list(self.pooled[0][1])
+        total = sum(count for count, _ in self.pooled)
+        weights = [count / total for count, _ in self.pooled]
+        return [sum(w * x for w, x in zip(weights, at)) for at in zip(*(values for _, values in self.pooled))]
 
     @property
     def key(self) -> tuple[str, int]:

@@ -24,8 +24,8 @@ class Want(Flag):
     TOKEN = auto()  # sample after the last new token
     TOP_LOGPROBS = auto()  # of the sampled token
     PROMPT_LOGPROBS = auto()  # of every new position's next known token
-    POOL_LAST = auto()
-    POOL_MEAN = auto()
+    POOL_LAST = auto()  # the final hidden state of the last new token
+    POOL_MEAN = auto()  # the mean of the final hidden states of the new tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,10 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Everything a step gives back. `failed` rows (NaN, out of memory) get no tokens; the others go on."""
+    """Everything a step gives back. `failed` rows (NaN, out of memory) get no tokens; the others go on.
+
+    `pooled` has hidden-size values a row that wanted them, of this step's new positions alone.
+    """
 
     id: int
     rows: tuple[RowOut, ...]

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterator
 
 from steelyard.core.request import Request
-from steelyard.core.step import RunnerCaps
+from steelyard.core.step import RunnerCaps, Want
 from steelyard.errors import InvalidRequest, Overloaded, SteelyardError
 from steelyard.wire.messages import Refused, Submit
 
 HASH_BYTES = 32
+WANTS = {"tokens": Want.NOTHING, "pool_last": Want.POOL_LAST, "pool_mean": Want.POOL_MEAN}
+"""`Submit.want`, and how the request is pooled."""
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +29,10 @@ def check_submit(submit: Submit, caps: RunnerCaps) -> None:
             param="prompt",
         )
     submit.sampling.check_vocab(vocab_size)
-    if submit.want != "tokens":
-        raise InvalidRequest(f"want: this engine gives tokens, not {submit.want!r}", param="want")
+    if submit.want not in WANTS:
+        raise InvalidRequest(f"want: this engine gives {', '.join(WANTS)}, not {submit.want!r}", param="want")
+    if WANTS[submit.want] and (submit.sampling.n != 1 or submit.grammar):
+        raise InvalidRequest("want: a pooled answer has n = 1 and no grammar", param="want")
     num_full = len(tokens) // caps.block_size
     if len(submit.block_hashes) > num_full or any(len(key) != HASH_BYTES for key in submit.block_hashes):
         raise InvalidRequest(
@@ -59,6 +63,7 @@ def make_choices(submit: Submit, seed: int, eos_token_ids: frozenset[int], now_n
             deadline_ns=None if submit.deadline_in_ns is None else now_ns + submit.deadline_in_ns,
         )
         choice.has_grammar = bool(submit.grammar)
+        choice.pooling = WANTS[submit.want]
         first = first or choice
         yield choice
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,7 @@ def finished(request: Request, account: Account | None) -> Finished:
         message=request.detail,
         prompt_logprobs=None if request.sampling.prompt_logprobs is None else as_logprobs(request.prompt_logprobs),
         cost_ns=account.cost_ns if account is not None else 0,
+        pooled=array("f", request.vector()).tobytes() if request.pooling else b"",
     )
 
 

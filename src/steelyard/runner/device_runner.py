@@ -24,7 +24,8 @@ from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.frame import NUM_SLOTS, Pairs, Slot, differences, split
 from steelyard.runner.graphs import Buckets, Graph, bucket_for
 from steelyard.runner.kv import KvPool
-from steelyard.runner.logprobs import TopLogprobs, prompt_logprobs
+from steelyard.runner.logprobs import TopLogprobs, pinned, prompt_logprobs
+from steelyard.runner.pooling import pooled
 from steelyard.runner.results import NOT_FINITE, Results
 from steelyard.runner.rows import HostRow, Rows
 from steelyard.runner.sampler import Job, Sampled, Sampler, is_penalised, is_too_early
@@ -57,8 +58,10 @@ class Launched:
     plain: Sequence[int] = ()
     special: list[tuple[int, Job]] = field(default_factory=list)
     wants_prompt: bool = False
+    wants_pooled: bool = False
     sampled: list[Sampled] = field(default_factory=list)
     prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
+    pooled: list[tuple[int, Tensor]] = field(default_factory=list)
     waiting: tuple[list[Job], Tensor] | None = None
     error: str = ""
     done_ns: int = 0
@@ -109,7 +112,8 @@ class DeviceRunner:
                 self._copy(plan)
             self._run(step, shape, graph)
         except torch.OutOfMemoryError as error:
-            step.error, step.plain, step.sampled, step.prompt = f"out of memory: {error}"[:300], (), [], []
+            step.error, step.plain, step.sampled = f"out of memory: {error}"[:300], (), []
+            step.prompt, step.pooled = [], []
             torch.cuda.empty_cache()
         self._close(step)
         self._in_flight.append(step)
@@ -137,7 +141,7 @@ class DeviceRunner:
         timing = self._timing(step)
         step.slot.in_use = False
         ids = step.slot.ids[: len(step.plain)].tolist()
-        if len(ids) == len(step.work) and not step.prompt and (not ids or min(ids) >= 0):
+        if len(ids) == len(step.work) and not step.prompt and not step.pooled and (not ids or min(ids) >= 0):
             rows = [RowOut(w[0], h.epoch, (i,)) for w, h, i in zip(step.work, step.hosts, ids)]
             return StepResult(step.plan.id, tuple(rows), timing)
         read = Results(step.work, step.hosts)
@@ -151,6 +155,8 @@ class DeviceRunner:
             read.take(part)
         for i, found in step.prompt:
             read.take_prompt(i, found)
+        for i, vector in step.pooled:
+            read.take_pooled(i, vector)
         if step.error:
             read.failed = {w.row: step.error for w in step.work}
         return read.result(step.plan.id, timing)
@@ -214,6 +220,7 @@ class DeviceRunner:
         masked, plain = frozenset(step.plan.masked), list[int]()
         for i, (w, host) in enumerate(zip(step.work, step.hosts)):
             step.wants_prompt |= Want.PROMPT_LOGPROBS in w.want
+            step.wants_pooled |= bool(w.want & (Want.POOL_LAST | Want.POOL_MEAN))
             if Want.TOKEN not in w.want:
                 continue
             job = Job(w.row, w.start + w.num_new, w.want, host)
@@ -259,6 +266,8 @@ class DeviceRunner:
             self._sample_special(step)
         if step.wants_prompt:
             self._prompt_logprobs(step)
+        if step.wants_pooled:
+            step.pooled = pooled(step.work, machine.step.hidden)
 
     def _sample_special(self, step: Launched) -> None:
         """Rows with penalties, bias, log-probabilities or a mask: by plain operators, each with logits of its own."""
@@ -303,6 +312,7 @@ class DeviceRunner:
         if step.slot.events is not None:
             step.sampled = [s.to_host() for s in step.sampled]
             step.prompt = [(i, found.to_host()) for i, found in step.prompt]
+            step.pooled = [(i, pinned(vector)) for i, vector in step.pooled]
             step.slot.events[1].record()
         step.done_ns = time.monotonic_ns()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from steelyard.core.step import RowOut, RowWork, StepResult, StepTiming, TokenLogprobs
 from steelyard.runner.logprobs import TopLogprobs, as_token_logprobs
 from steelyard.runner.rows import HostRow
 from steelyard.runner.sampler import Sampled
 
-NOT_FINITE = "the model's logits are not finite"
+NOT_FINITE = "the model's logits or hidden states are not finite"
 
 
 class Results:
@@ -22,6 +24,7 @@ class Results:
         self.failed: dict[int, str] = {}
         self._logprobs: dict[int, TokenLogprobs] = {}
         self._prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._pooled: dict[int, tuple[float, ...]] = {}
 
     def take(self, part: Sampled) -> None:
         """Sampled rows, their tensors on the host."""
@@ -43,6 +46,14 @@ class Results:
         else:
             self.failed[row] = NOT_FINITE
 
+    def take_pooled(self, index: int, values: Tensor) -> None:
+        """The pooled float32 vector of work item `index`, on the host."""
+        row = self._work[index].row
+        if bool(values.isfinite().all()):
+            self._pooled[row] = tuple(values.tolist())
+        else:
+            self.failed[row] = NOT_FINITE
+
     def result(self, step_id: int, timing: StepTiming) -> StepResult:
         """Every row that did not fail, in the order of the work."""
         ids, logprobs = self.ids, self._logprobs
@@ -56,4 +67,4 @@ class Results:
             for work, host in zip(self._work, self._hosts)
             if work.row not in self.failed
         )
-        return StepResult(step_id, rows, timing, self._prompt, failed=tuple(self.failed.items()))
+        return StepResult(step_id, rows, timing, self._prompt, self._pooled, tuple(self.failed.items()))

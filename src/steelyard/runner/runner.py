@@ -33,6 +33,7 @@ from steelyard.runner.inputs import Layout, expand, lay_out
 from steelyard.runner.kv import KvPool
 from steelyard.runner.logprobs import TopLogprobs, prompt_logprobs
 from steelyard.runner.options import Limits
+from steelyard.runner.pooling import pooled
 from steelyard.runner.results import Results
 from steelyard.runner.rows import HostRow, Rows
 from steelyard.runner.sampler import Job, Sampled, Sampler
@@ -49,6 +50,7 @@ class Launched:
     launch_ns: int
     sampled: list[Sampled] = field(default_factory=list)
     prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
+    pooled: list[tuple[int, Tensor]] = field(default_factory=list)
     waiting: tuple[list[Job], Tensor] | None = None
     done_ns: int = 0
 
@@ -128,6 +130,8 @@ class TorchRunner:
             read.take(part)
         for i, found in step.prompt:
             read.take_prompt(i, found)
+        for i, vector in step.pooled:
+            read.take_pooled(i, vector)
         return read.result(step.plan.id, timing)
 
     def memory(self) -> MemoryTerms:
@@ -168,6 +172,7 @@ class TorchRunner:
         batch = expand(step.layout, staging, self._rows, self._kv.layers)
         hidden = self._decoder.forward(batch)
         self._prompt_logprobs(step, hidden)
+        step.pooled = pooled(step.layout.work, hidden)
         if not plain and not masked:
             return
         logits = self._decoder.logits(hidden.index_select(0, staging["last_tokens"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steelyard.core.request import Emitted, Event, FinishReason, Request
-from steelyard.core.step import RowOut, RowWork, StepResult, TokenLogprobs
+from steelyard.core.step import RowOut, RowWork, StepResult
 from steelyard.scheduler.live import Flight, Live
 from steelyard.scheduler.planning import apply_states
 from steelyard.scheduler.protocols import Faults
@@ -51,7 +51,7 @@ class Committer:
             request, ids = resident.request, out.ids
             tokens = request.tokens
             if len(tokens) == resident.known_len or len(ids) != 1:
-                self._prefilled(resident, work, out, result.prompt_logprobs.get(out.row, ()), now_ns, events)
+                self._prefilled(resident, work, out, result, now_ns, events)
                 continue
             request.num_computed = end = work.start + 1
             tokens.append(ids[0])
@@ -68,11 +68,11 @@ class Committer:
         resident: Resident,
         work: RowWork,
         out: RowOut,
-        prompt_logprobs: tuple[TokenLogprobs, ...],
+        result: StepResult,
         now_ns: int,
         events: list[Event],
     ) -> None:
-        """A chunk was computed; the last one brings the next token."""
+        """A chunk was computed; the last one brings the next token, or the end of a request that is pooled."""
         live, request = self._live, resident.request
         end = work.start + work.num_new
         num_again = max(0, min(end, request.recompute_until) - work.start)
@@ -80,10 +80,12 @@ class Committer:
         live.counters.recomputed_tokens += num_again
         live.counters.prefill_chunks += 1
         request.num_computed = end
-        if prompt_logprobs:
+        if prompt_logprobs := result.prompt_logprobs.get(out.row):
             lacking = request.prompt_len - 1 - len(request.prompt_logprobs)
             request.prompt_logprobs += prompt_logprobs[:lacking]
         self._publish(request)
+        if request.pooling:
+            self._pool(request, work, result, now_ns, events)
         if not out.ids:
             return
         if not request.num_generated:
@@ -93,6 +95,14 @@ class Committer:
                 events.append(live.end(request, FinishReason.ERROR, now_ns))
                 return
         self._append(resident, out, now_ns, events)
+
+    def _pool(self, request: Request, work: RowWork, result: StepResult, now_ns: int, events: list[Event]) -> None:
+        """Take the chunk's part of the vector; with the prompt's last position the request ends."""
+        values = result.pooled.get(work.row)
+        if values is not None:
+            request.pooled.append((work.num_new, values))
+        if request.num_computed == request.prompt_len:
+            events.append(self._live.end(request, FinishReason.STOP, now_ns))
 
     def _append(self, resident: Resident, out: RowOut, now_ns: int, events: list[Event]) -> None:
         """Append ids up to and including the one that ends the request."""

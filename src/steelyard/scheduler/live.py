@@ -79,6 +79,7 @@ class Live:
         request.num_computed = 0
         if len(request.prompt_logprobs) < request.prompt_len - 1:
             request.prompt_logprobs.clear()
+        request.pooled.clear()
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self.waiting.push(request)

@@ -53,7 +53,9 @@ class Resident:
         self.is_prefill = True
         self.paused = False
         self.ended = False
-        self.want = Want.TOKEN if request.sampling.logprobs is None else Want.TOKEN | Want.TOP_LOGPROBS
+        self.want = request.pooling or Want.TOKEN
+        if request.sampling.logprobs is not None and not request.pooling:
+            self.want |= Want.TOP_LOGPROBS
 
     @property
     def next_start(self) -> int:

@@ -28,6 +28,7 @@ from steelyard.server.responses import error_response
 from steelyard.server.routes.chat import chat_completions
 from steelyard.server.routes.completions import completions
 from steelyard.server.routes.docs import Docs
+from steelyard.server.routes.embeddings import embeddings
 from steelyard.server.routes.health import Health
 from steelyard.server.routes.ledger import LedgerRoutes
 from steelyard.server.routes.models import Models
@@ -94,6 +95,7 @@ def create_app(service: Service) -> ASGIApp:
     generating = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat_completions,
+        "/v1/embeddings": embeddings,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }

@@ -202,6 +202,7 @@ class EngineClient:
             priority=terms.priority,
             block_hashes=prompt.block_hashes,
             grammar=terms.grammar,
+            want=terms.want,
             deadline_in_ns=None if terms.deadline_ns is None else terms.deadline_ns - spent_ns,
             first_token_in_ns=None if terms.first_token_ns is None else terms.first_token_ns - spent_ns,
         )

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
+MAX_INPUTS = 2048
+"""Of one request for embeddings, as OpenAI's."""
 MAX_TOOLS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 """What /v1/completions makes if max_tokens is not given, as OpenAI's does; chat goes on to the model's end."""
@@ -93,10 +95,20 @@ class NamedTool(Body, kw_only=True):
     function: FunctionName
 
 
-class GenerationBody(Body, kw_only=True):
-    """Fields shared by completions and chat completions."""
+class AccountBody(Body, kw_only=True):
+    """What every request that is computed may say: the model, and on which terms it is served."""
 
     model: str | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    deadline_ms: Milliseconds | None = None
+    user: str | None = None  # no effect
+
+
+class GenerationBody(AccountBody, kw_only=True):
+    """Fields shared by completions and chat completions."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
@@ -118,14 +130,9 @@ class GenerationBody(Body, kw_only=True):
     logit_bias: dict[int, float] | None = None
     return_token_ids: bool | None = None
     return_ledger: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    ttft_deadline_ms: Milliseconds | None = None
-    deadline_ms: Milliseconds | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # no effect
-    user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -142,6 +149,17 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
     best_of: Int | None = None
     suffix: None = None
+
+
+class EmbeddingBody(AccountBody, kw_only=True):
+    """POST /v1/embeddings. Vectors have length 1 unless `normalize` is false."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class TextPart(Body, kw_only=True):
@@ -223,9 +241,8 @@ def given(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:
-    """The prompts in order: all texts, or all token ids. Raises InvalidRequest."""
-    prompt = body.prompt
+def prompts_of(prompt: str | list[str | int | list[int]], param: str) -> list[str] | list[list[int]]:
+    """The prompts in order: all texts, or all token ids. Raises InvalidRequest, naming the field `param`."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -237,7 +254,7 @@ def prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:
         return [[item for item in prompt if isinstance(item, int)]]
     what = "an empty list" if not prompt else "a mixture"
     raise InvalidRequest(
-        f"prompt: must be a string, a list of strings, token ids or lists of token ids, got {what}", param="prompt"
+        f"{param}: must be a string, a list of strings, token ids or lists of token ids, got {what}", param=param
     )
 
 

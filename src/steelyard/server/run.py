@@ -7,6 +7,7 @@ Ids and logprobs are held back as long as their text is, so that what a stop str
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,6 +260,13 @@ class Run:
         """Of choice `index`'s prompt, once it has ended; empty if not asked for."""
         end = self._choices[index].end
         return list(end.prompt_logprobs or ()) if end is not None else []
+
+    def pooled(self, index: int) -> array[float]:
+        """The vector of choice `index`, once it has ended. Raises RequestFailed if the engine gave none."""
+        end = self._choices[index].end
+        if end is None or not end.pooled:
+            raise RequestFailed("the request ended before its vector was computed")
+        return array("f", end.pooled)
 
     def _text_stream(self) -> TextStream | None:
         tokenizer = self._exchange.service.prompts.tokenizer

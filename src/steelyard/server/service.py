@@ -17,7 +17,7 @@ from steelyard.server.errors import ModelNotFound, ShuttingDown
 from steelyard.server.ledger import Ledgers
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
-from steelyard.server.protocol import GenerationBody
+from steelyard.server.protocol import AccountBody, GenerationBody
 from steelyard.server.structured import grammar_of
 from steelyard.server.tenants import Tenant, Tenants
 from steelyard.server.terms import Terms
@@ -68,7 +68,7 @@ class Service:
         if (stuck := self.client.stuck()) is not None:
             raise EngineDead(stuck)
 
-    def terms(self, tenant: Tenant, body: GenerationBody) -> Terms:
+    def terms(self, tenant: Tenant, body: AccountBody) -> Terms:
         """On whose account a request runs. Raises InvalidRequest for a priority that would have no effect."""
         if body.priority and self._ready.config.get("scheduling_policy") != "priority":
             raise InvalidRequest(

@@ -19,6 +19,7 @@ class Terms:
 
     first_token_ns, deadline_ns  limits for the first token and for all of it; None: none
     grammar                      what its output is held to, as llguidance has it; "": free text
+    want                         tokens, or a vector: pool_last, pool_mean
     """
 
     tenant: str = ""
@@ -27,3 +28,4 @@ class Terms:
     first_token_ns: int | None = None
     deadline_ns: int | None = None
     grammar: str = ""
+    want: str = "tokens"

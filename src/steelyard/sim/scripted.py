@@ -24,17 +24,22 @@ from steelyard.core.step import (
 )
 from steelyard.errors import StartError
 
+SCRIPT_HIDDEN_SIZE = 8
+"""Values of a pooled answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """What to answer: `answers` by prompt ids, `default` for other prompts; then the end-of-text id for ever.
 
-    A file is JSON: {"eos_token_id": 2, "default": [5, 6], "answers": [{"prompt": [1, 2], "output": [3, 4]}]}.
+    A file is JSON: {"eos_token_id": 2, "default": [5, 6], "answers": [{"prompt": [1, 2], "output": [3, 4]}]}; with
+    "step_ms", each step takes so long, as one of a model would.
     """
 
     eos_token_id: int
     default: tuple[int, ...] = ()
     answers: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    step_ms: float = 0.0
 
     @classmethod
     def load(cls, path: Path) -> Script:
@@ -45,6 +50,7 @@ class Script:
                 eos_token_id=int(raw["eos_token_id"]),
                 default=_ids(raw.get("default", ())),
                 answers={_ids(item["prompt"]): _ids(item["output"]) for item in raw.get("answers", ())},
+                step_ms=float(raw.get("step_ms", 0)),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StartError(f"script {path}: {type(error).__name__}: {error}") from error
@@ -54,19 +60,22 @@ class Script:
 
 
 class ScriptedRunner:
-    """Implements core.step.Runner. `delay` is called once a step, when it is collected, and may sleep."""
+    """Implements core.step.Runner. `delay` is called once a step, when it is collected, and may sleep.
+
+    Without one a step takes the script's `step_ms`.
+    """
 
     def __init__(
         self,
         caps: RunnerCaps,
         script: Script,
         *,
-        delay: Callable[[StepPlan], None] = lambda plan: None,
+        delay: Callable[[StepPlan], None] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._caps = caps
         self._script = script
-        self._delay = delay
+        self._delay = delay or self._take_time
         self._clock = clock
         self._rows: dict[int, tuple[RowEnter, tuple[int, ...]]] = {}
         self._pending: deque[tuple[StepPlan, StepResult]] = deque()
@@ -83,8 +92,10 @@ class ScriptedRunner:
             prompt = enter.tokens[: enter.prompt_len]
             self._rows[enter.row] = (enter, self._script.answers.get(prompt, self._script.default))
         prompt_logprobs = {w.row: self._prompt_logprobs(w) for w in plan.work if Want.PROMPT_LOGPROBS in w.want}
+        pooled = {w.row: self._pooled(w) for w in plan.work if w.want & (Want.POOL_LAST | Want.POOL_MEAN)}
         timing = StepTiming(self._clock(), 0, 0)
-        result = StepResult(plan.id, tuple([self._answer(w) for w in plan.work]), timing, prompt_logprobs)
+        rows = tuple([self._answer(w) for w in plan.work])
+        result = StepResult(plan.id, rows, timing, prompt_logprobs, pooled)
         self._pending.append((plan, result))
         return result
 
@@ -99,10 +110,14 @@ class ScriptedRunner:
         began_ns = max(launch_ns, self._done_ns)
         self._done_ns = done_ns
         timing = StepTiming(launch_ns, done_ns, done_ns - began_ns)
-        return StepResult(result.id, result.rows, timing, result.prompt_logprobs)
+        return StepResult(result.id, result.rows, timing, result.prompt_logprobs, result.pooled)
 
     def memory(self) -> MemoryTerms:
         return MemoryTerms(total_bytes=0)
+
+    def _take_time(self, plan: StepPlan) -> None:
+        if self._script.step_ms > 0:
+            time.sleep(self._script.step_ms / 1e3)
 
     def _answer(self, work: RowWork) -> RowOut:
         enter, output = self._rows[work.row]
@@ -119,6 +134,13 @@ class ScriptedRunner:
         end = min(work.start + work.num_new, enter.prompt_len - 1)
         num_top = enter.sampling.prompt_logprobs or 0
         return tuple(self._logprobs(enter.tokens[p + 1], num_top) for p in range(work.start, end))
+
+    def _pooled(self, work: RowWork) -> tuple[float, ...]:
+        """Made up, SCRIPT_HIDDEN_SIZE values a token, by its id alone."""
+        tokens = self._rows[work.row][0].tokens[work.start : work.start + work.num_new]
+        tokens = tokens if Want.POOL_MEAN in work.want else tokens[-1:]
+        found = [[1 + (token * (i + 1)) % 7 for i in range(SCRIPT_HIDDEN_SIZE)] for token in tokens]
+        return tuple(sum(column) / len(found) for column in zip(*found))
 
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
         """Made up, of the right shape: the token itself is the most likely one."""

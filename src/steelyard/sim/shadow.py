@@ -104,6 +104,7 @@ class ShadowRunner:
         rows: list[RowOut] = []
         failed: list[tuple[int, str]] = []
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        pooled: dict[int, tuple[float, ...]] = {}
         for work in plan.work:
             row = self._rows[work.row]
             row.failed = row.failed or self._fail(plan, work) or ""
@@ -114,9 +115,11 @@ class ShadowRunner:
             rows.append(out)
             if Want.PROMPT_LOGPROBS in work.want:
                 prompt_logprobs[work.row] = self._prompt_logprobs(work)
+            if work.want & (Want.POOL_LAST | Want.POOL_MEAN):
+                pooled[work.row] = self._pooled(work)
         launch_ns, device_ns = self._clock(), self._step_ns(plan)
         timing = StepTiming(launch_ns, launch_ns + device_ns, device_ns)
-        result = StepResult(plan.id, tuple(rows), timing, prompt_logprobs, failed=tuple(failed))
+        result = StepResult(plan.id, tuple(rows), timing, prompt_logprobs, pooled, tuple(failed))
         self._pending.append(result)
         return result
 
@@ -228,6 +231,13 @@ class ShadowRunner:
         row = self._rows[work.row]
         last = min(work.start + work.num_new, row.prompt_len - 1)
         return tuple(self._logprobs(row.tokens[p + 1], 0) for p in range(work.start, last))
+
+    def _pooled(self, work: RowWork) -> tuple[float, ...]:
+        """(token, position) of the last new position, or their means over the new ones."""
+        last = work.start + work.num_new
+        first = work.start if Want.POOL_MEAN in work.want else last - 1
+        tokens = self._rows[work.row].tokens[first:last]
+        return (sum(tokens) / len(tokens), (first + last - 1) / 2)
 
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
         top = tuple(((token + i) % self._caps.vocab_size, -1.0 - i) for i in range(num_top))

@@ -23,6 +23,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Submit(_Message, frozen=True):
     """A prompt of token ids; `n` choices are numbered 0 .. n-1. Hashes are of the prompt's full blocks.
 
+    want     tokens; or pool_last, pool_mean: the answer is one vector of hidden-state values, and no token is made
     grammar  what the output must be, in llguidance's JSON; after a `Vocabulary`
     deadline_in_ns, first_token_in_ns  when it must have ended, and when it must have a token, from now
     """
@@ -154,7 +155,7 @@ class Deltas(_Message, frozen=True):
 class Finished(_Message, frozen=True):
     """A choice's end. `stop_token` is the id that ended it, if one did; ledger is {bucket name: ns}.
 
-    `cost_ns` is its share of the device's time so far.
+    `cost_ns` is its share of the device's time so far. `pooled`: native float32 values, where a vector was wanted.
     """
 
     id: str
@@ -166,6 +167,7 @@ class Finished(_Message, frozen=True):
     message: str = ""
     prompt_logprobs: list[Logprob] | None = None
     cost_ns: int = 0
+    pooled: bytes = b""
 
 
 class Status(_Message, frozen=True):

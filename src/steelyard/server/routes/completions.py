@@ -54,7 +54,7 @@ async def completions(exchange: Exchange, raw: bytes) -> None:
 
 
 async def _prompts(service: Service, body: CompletionBody, n: int, namespace: bytes) -> list[Prompt]:
-    asked = prompts_of(body)
+    asked = prompts_of(body.prompt, "prompt")
     if len(asked) * n > MAX_CHOICES:
         raise InvalidRequest(f"prompt: {len(asked)} prompts times n = {n} are over {MAX_CHOICES}", param="prompt")
     prompts: list[Prompt] = []
