@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import socket
 import threading
 import time
 from array import array
@@ -231,6 +232,7 @@ def test_a_tenant_sees_its_own_and_hears_of_others_without_counts(shared: Served
 def test_a_slow_reader_moves_its_own_bucket_and_no_other() -> None:
     def tail(slow_ns: int) -> dict[State, int]:
         account = Account("r", "/v1/completions", "t", 0, 0.0)
+        account.timed.to(State.HTTP_READ, 0)
         account.timed.to(State.STREAM, 100)
         account.wrote(100, 150 + slow_ns)
         account.timed.to(State.ENDED, 200 + slow_ns)
@@ -239,6 +241,41 @@ def test_a_slow_reader_moves_its_own_bucket_and_no_other() -> None:
     assert tail(0) == {State.HTTP_READ: 100, State.STREAM: 100}
     slow = SLOW_WRITE_NS + 7
     assert tail(slow) == {State.HTTP_READ: 100, State.CLIENT_SLOW: slow + 50, State.STREAM: 50}
+
+
+def test_what_is_refused_before_any_route_has_an_account_too(shared: Served) -> None:
+    body = {"prompt": [5] * 20, "max_tokens": 2}
+    mine = {"authorization": "Bearer boss"}
+    assert shared.http.post("/v1/completions", json=body, headers={"x-request-id": "who"}).status_code == 401
+    with socket.create_connection(("127.0.0.1", shared.http.base_url.port or 0)) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: large\r\nContent-Length: {10**12}\r\n\r\n"
+        sock.sendall(head.encode())
+        assert b" 413 " in sock.recv(4096)
+    assert shared.http.post("/v1/completions", json=body, headers={**mine, "x-request-id": "known"}).status_code == 200
+    wait_for(lambda: shared.service.ledgers.get("known", "boss") is not None, "it is over")
+    for id, status, code in (("who", 401, "invalid_api_key"), ("large", 413, "body_too_large"), ("known", 200, "")):
+        record = shared.http.get(f"/ledger/requests/{id}", headers=mine).json()
+        check(record)
+        assert record["status"] == status and record["error"] == code and record["buckets_ns"]["auth"] > 0
+        if status != 200:
+            assert record["outcome"] == "refused" and set(record["buckets_ns"]) <= {"auth", "wire"}
+            assert (
+                shared.http.get(f"/ledger/requests/{id}", headers={"authorization": "Bearer acme"}).status_code == 404
+            )
+
+
+def test_strangers_push_nobody_out_and_take_nobodys_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.server.ledger.MAX_STRANGERS", 2)
+    ledgers = Ledgers()
+    for i, tenant in enumerate(["acme", *[""] * 5]):
+        account = Account("same" if i < 2 else f"r{i}", "/", tenant, 0, 0.0)
+        account.timed.to(State.ENDED, 10)
+        ledgers.add(account.record())
+    assert [r["id"] for r in ledgers.last(10, None)] == ["same", "r4", "r5"]
+    found = ledgers.get("same", "acme")
+    assert found is not None and found["tenant"] == "acme"
+    assert ledgers.get("r3", None) is None and ledgers.get("r5", None) is not None
+    assert ledgers.last(10, "") == []
 
 
 def test_the_longest_gap_is_between_deliveries() -> None:

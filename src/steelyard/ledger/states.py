@@ -5,7 +5,7 @@ from __future__ import annotations
 from steelyard.core.timed import State
 
 GROUPS: dict[str, tuple[State, ...]] = {
-    "edge": (State.HTTP_READ, State.AUTH, State.TOKENIZE, State.WIRE),
+    "edge": (State.AUTH, State.HTTP_READ, State.TOKENIZE, State.WIRE),
     "waiting": (
         State.WAIT_STEP_BOUNDARY,
         State.WAIT_SLOT,
@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[State, ...]] = {
 
 DESCRIPTIONS: dict[State, str] = {
     State.HTTP_READ: "reading and checking the request's body",
-    State.AUTH: "checking the key and its limits",
+    State.AUTH: "checking the declared size and the key",
     State.TOKENIZE: "chat template and tokenizer",
     State.WIRE: "between server and engine, both ways",
     State.WAIT_STEP_BOUNDARY: "for the next scheduling pass",

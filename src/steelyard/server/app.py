@@ -115,7 +115,7 @@ def create_app(service: Service) -> ASGIApp:
         ],
         exception_handlers={HTTPException: _router_error, SteelyardError: _our_error},
     )
-    return Edge(router, service)
+    return Edge(router, service, frozenset(generating))
 
 
 def ledger_routes(service: Service) -> dict[str, Callable[[Request], Awaitable[Response]]]:

@@ -2,7 +2,8 @@
 
     CORS preflight -> declared body size (413) -> key (401) -> route; every response carries x-request-id
 
-Only the response's first message is touched: an event of a stream costs one more call and nothing else.
+Only the response's first message is touched: an event of a stream costs one more call and nothing else. A request that
+is weighed has an account from here on, `auth` first; one that is refused here closes it here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from steelyard.errors import SteelyardError
 from steelyard.server.body import declared_bytes, too_large
 from steelyard.server.errors import error_body, error_headers
+from steelyard.server.ledger import Account
 from steelyard.server.routes.page import PATHS as PAGE_PATHS
 from steelyard.server.service import Service
 
@@ -27,10 +29,11 @@ _OPEN_PATHS = frozenset({"/health", "/live"}) | PAGE_PATHS
 
 
 class Edge:
-    """Wraps the router. Puts `tenant` and `request_id` into the scope's state."""
+    """Wraps the router. Puts `tenant` and `request_id` into the scope's state; `account` too for `weighed` paths."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, weighed: frozenset[str] = frozenset()) -> None:
         self._app = app
+        self._weighed = weighed
         self._service = service
         config = service.config
         self._origins = frozenset(origin.encode() for origin in config.allowed_origins)
@@ -47,17 +50,25 @@ class Edge:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        account = self._account(scope, path)
         try:
             declared = declared_bytes(headers.get(b"content-length", b""))
             if declared is not None and declared > self._service.config.max_body_bytes:
                 raise too_large(self._service.config.max_body_bytes)
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
             state["tenant"] = None
             if path not in self._open_paths:
-                state["tenant"] = self._service.tenants.identify(headers.get(b"authorization"))
+                state["tenant"] = tenant = self._service.tenants.identify(headers.get(b"authorization"))
+                if account is not None:
+                    account.tenant = tenant.label
         except SteelyardError as error:
             self._service.metrics.rejections.add(1, error.code)
-            await _respond(send, error.status, [*extra, *error_headers(error)], error_body(error))
+            try:
+                await _respond(send, error.status, [*extra, *error_headers(error)], error_body(error))
+            finally:
+                if account is not None:
+                    account.status, account.error = error.status, error.code
+                    self._service.close_account(account)
             return
 
         async def send_with(message: MutableMapping[str, Any]) -> None:
@@ -66,6 +77,15 @@ class Edge:
             await send(message)
 
         await self._app(scope, receive, send_with)
+
+    def _account(self, scope: Scope, path: str) -> Account | None:
+        """A request's account from its first moment, nobody's until its key is known; None for what is not weighed."""
+        if scope["method"] != "POST" or path not in self._weighed:
+            return None
+        service, state = self._service, scope["state"]
+        account = Account(state["request_id"], path, "", service.clock_ns(), service.wall_s())
+        state["account"] = account
+        return account
 
     def _cors(self, headers: dict[bytes, bytes]) -> list[Header]:
         """What allows a page of this origin to read the response; nothing for one that is not allowed."""

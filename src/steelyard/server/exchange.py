@@ -40,15 +40,15 @@ class Exchange:
     accepted  the engine has taken the request in: from then on it is not a refusal
     """
 
-    def __init__(self, service: Service, endpoint: str, tenant: Tenant, send: Send, request_id: str = "") -> None:
+    def __init__(self, service: Service, account: Account, tenant: Tenant, send: Send) -> None:
         self.service = service
         self.tenant = tenant
         self.headers: list[tuple[bytes, bytes]] = []
         self.accepted = False
-        self.arrived_ns = service.clock_ns()
-        self.account = Account(request_id, endpoint, tenant.label, self.arrived_ns, service.wall_s())
+        self.account = account
+        self.arrived_ns = account.start_ns
         self.started = False
-        self._endpoint = endpoint
+        self._endpoint = account.endpoint
         self._send = send
 
     def decode(self, decoder: msgspec.json.Decoder[T], raw: bytes, unsupported: frozenset[str] = frozenset()) -> T:
@@ -97,10 +97,7 @@ class Exchange:
 
     def close(self) -> None:
         """Nothing more happens to this request, here or in the engine."""
-        self.to(State.ENDED)
-        record = self.account.record()
-        self.service.ledgers.add(record)
-        self.service.metrics.account(record["buckets_ns"], self.account.tenant)
+        self.service.close_account(self.account)
 
     async def _send_to_reader(self, message: dict[str, Any]) -> None:
         """Wait until the connection takes it. Raises ClientGone if it does not for `slow_client_timeout_s`."""
@@ -134,7 +131,8 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._service, self._name, scope["state"]["tenant"], send, scope["state"]["request_id"])
+        exchange = Exchange(self._service, scope["state"]["account"], scope["state"]["tenant"], send)
+        exchange.to(State.HTTP_READ)
         self._service.num_in_flight += 1
         try:
             body = await self._body(scope, receive)

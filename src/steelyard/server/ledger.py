@@ -1,8 +1,8 @@
 """The whole account of each HTTP request, both processes' halves joined, and the store of those that have closed.
 
-    server   http_read auth tokenize [== in engine ==] detokenize stream client_slow
+    server   auth http_read tokenize [== in engine ==] detokenize stream client_slow
     engine                           wait.. prefill decode ..               its own clock: only lengths cross
-    joined   http_read auth tokenize wait.. prefill decode .. wire detokenize stream     sums to wall time
+    joined   auth http_read tokenize wait.. prefill decode .. wire detokenize stream     sums to wall time
 
 A request that is given up stays open until the engine has let go of it, so that abandoned work is on its account.
 """
@@ -27,6 +27,8 @@ from steelyard.server.collector import Collector
 from steelyard.wire.messages import Finished
 
 MAX_KEPT = 1000
+MAX_STRANGERS = 100
+"""Kept of those without a known key, apart: they cannot push out the others."""
 SLOW_WRITE_NS = 2_000_000
 """A write that the connection takes later than this waited for the client."""
 
@@ -50,7 +52,7 @@ def merged_ns(timed: Timed, engine_ledger: Mapping[str, int]) -> dict[str, int]:
 
 
 class Account:
-    """One HTTP request's account, from its first byte on.
+    """One HTTP request's account, from the moment its head was there.
 
     request_id   as in x-request-id; response_id: as in the response's `id`, if one was begun
     status       of the response; 0: none was sent
@@ -63,7 +65,7 @@ class Account:
         self.tenant = tenant
         self.started_s = started_s
         self.start_ns = now_ns
-        self.timed = Timed(State.HTTP_READ, now_ns)
+        self.timed = Timed(State.AUTH, now_ns)
         self.collector: Collector | None = None
         self.status = 0
         self.error = ""
@@ -184,18 +186,22 @@ class Ledgers:
     """The last closed requests, by id, and a log of all of them if one is asked for."""
 
     def __init__(self, log_path: str | None = None) -> None:
-        self._records: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._known: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._strangers: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._by_id: dict[str, int] = {}
         self._num_added = 0
         self._log = None if log_path is None else LedgerLog(Path(log_path))
 
     def add(self, record: dict[str, Any]) -> None:
+        """Keep a record; one of the tenant "" is a stranger's."""
         self._num_added += 1
-        self._records[self._num_added] = record
+        records, most = (self._known, MAX_KEPT) if record["tenant"] else (self._strangers, MAX_STRANGERS)
+        records[self._num_added] = record
         for id in (record["id"], record["request_id"]):
-            self._by_id[id] = self._num_added
-        if len(self._records) > MAX_KEPT:
-            number, old = self._records.popitem(last=False)
+            if record["tenant"] or id not in self._by_id:  # a stranger's id may be a copy of somebody's
+                self._by_id[id] = self._num_added
+        if len(records) > most:
+            number, old = records.popitem(last=False)
             for id in (old["id"], old["request_id"]):
                 if self._by_id.get(id) == number:
                     del self._by_id[id]
@@ -204,12 +210,14 @@ class Ledgers:
 
     def get(self, id: str, tenant: str | None) -> dict[str, Any] | None:
         """A closed request by either id; `tenant`: only that one's, None: anybody's."""
-        record = self._records.get(self._by_id.get(id, 0))
+        number = self._by_id.get(id, 0)
+        record = self._known.get(number) or self._strangers.get(number)
         return record if record is not None and tenant in (None, record["tenant"]) else None
 
     def last(self, count: int, tenant: str | None, slowest: bool = False) -> list[dict[str, Any]]:
         """The last `count`, oldest first; or of all that are kept the slowest, slowest first."""
-        found = [r for r in self._records.values() if tenant in (None, r["tenant"])]
+        kept = {**self._known, **self._strangers} if tenant is None else self._known
+        found = [kept[number] for number in sorted(kept) if tenant in (None, kept[number]["tenant"])]
         if slowest:
             return sorted(found, key=lambda r: -int(r["total_ns"]))[:count]
         return found[-count:] if count > 0 else []

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from steelyard.config import ServerConfig
 from steelyard.core.sampling import SamplingParams
+from steelyard.core.timed import State
 from steelyard.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from steelyard.grammar.source import GrammarChecker
 from steelyard.server.admission import Admission
 from steelyard.server.client import EngineClient
 from steelyard.server.errors import ModelNotFound, ShuttingDown
-from steelyard.server.ledger import Ledgers
+from steelyard.server.ledger import Account, Ledgers
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
 from steelyard.server.protocol import AccountBody, GenerationBody
@@ -58,6 +59,13 @@ class Service:
     def __post_init__(self) -> None:
         self.ledgers = Ledgers(self.config.ledger_log)
         self.admission = Admission(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens, self.clock_ns)
+
+    def close_account(self, account: Account) -> None:
+        """Its request is over, here and in the engine; the account is final and goes to all who keep them."""
+        account.timed.to(State.ENDED, max(self.clock_ns(), account.timed.since_ns))
+        record = account.record()
+        self.ledgers.add(record)
+        self.metrics.account(record["buckets_ns"], account.tenant)
 
     def check_admits(self) -> None:
         """Raises ShuttingDown or EngineDead if a new request cannot be taken."""

@@ -4,7 +4,7 @@ import { areas, bars, blockMap, legend, lines, stackedBar, stepChart, element } 
 
 const HISTORY = 180; // seconds kept for the charts
 const GROUPS = {
-  edge: ["http_read", "auth", "tokenize", "wire"],
+  edge: ["auth", "http_read", "tokenize", "wire"],
   waiting: ["wait_step_boundary", "wait_slot", "wait_kv", "wait_budget", "wait_policy", "wait_grammar"],
   displaced: ["preempted", "swap_out", "swapped", "swap_in"],
   resident: ["prefill", "recompute", "resident_unscheduled", "engine_gap", "decode"],
