@@ -14,6 +14,7 @@ from steelyard.core.step import KvGroup, RunnerCaps
 
 BLOCK = 4
 Slots = dict[tuple[int, int, int], tuple[bytes, tuple[int, ...]]]
+"""What the slots of a block hold; blocks of the host tier are numbered from -1 down."""
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -26,8 +27,9 @@ class ManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 10),
         windows=st.sampled_from([(None,), (5,), (None, 3), (8, None, 4)]),
         caching=st.booleans(),
+        num_slots=st.sampled_from([0, 1, 3, 8, 30]),
     )
-    def build(self, num_blocks: int, windows: tuple[int | None, ...], caching: bool) -> None:
+    def build(self, num_blocks: int, windows: tuple[int | None, ...], caching: bool, num_slots: int) -> None:
         caps = RunnerCaps(
             block_size=BLOCK,
             num_blocks=(num_blocks,) * len(windows),
@@ -39,11 +41,13 @@ class ManagerMachine(RuleBasedStateMachine):
             overlaps=False,
             fingerprint="m",
             kv_layout="l",
+            num_host_blocks=(num_slots,) * len(windows) if num_slots else (),
         )
         self.windows = windows
         self.manager = CacheManager(caps, caching)
         self.slots: Slots = {}
         self.live: list[Request] = []
+        self.away: dict[Request, int] = {}
         self.num_made = 0
 
     def make(self, tokens: list[int], namespace: bytes) -> Request:
@@ -52,17 +56,37 @@ class ManagerMachine(RuleBasedStateMachine):
         request.row = self.num_made
         return request
 
+    def move(self) -> None:
+        """Make the noted moves, as a plan would before its work."""
+        outs: set[tuple[int, int]] = set()
+        has_come_in = False
+        for swap in self.manager.host.take_swaps():
+            source, target = swap.device_block, -swap.host_slot
+            if not swap.out:
+                source, target, has_come_in = target, source, True
+            else:
+                assert not has_come_in and (swap.group, target) not in outs
+                outs.add((swap.group, target))
+            for offset in range(BLOCK):
+                self.slots[swap.group, target, offset] = self.slots.get((swap.group, source, offset), (b"", ()))
+
     def write(self, request: Request, start: int, end: int) -> None:
+        self.move()
         assert self.manager.may_write(request, start, end)
         for g, table in enumerate(self.manager.tables(request)):
             for p in range(start, end):
                 self.slots[g, table[p // BLOCK], p % BLOCK] = (request.namespace, tuple(request.tokens[: p + 1]))
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), tenant=st.sampled_from([b"", b"x"]))
-    def admit(self, tokens: list[int], tenant: bytes) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        tenant=st.sampled_from([b"", b"x"]),
+        from_host=st.booleans(),
+    )
+    def admit(self, tokens: list[int], tenant: bytes, from_host: bool) -> None:
         request = self.make(tokens, tenant)
         free = self.manager.free_blocks()
-        hit = self.manager.match(request)
+        hit = self.manager.match(request, from_host=from_host)
+        assert self.manager.match(request) <= self.manager.match(request, from_host=True)
         assert hit % BLOCK == 0 and hit < len(tokens)
         if self.manager.grow(request, len(tokens), hit_tokens=hit) is None:
             assert free < -(-len(tokens) // BLOCK) and not self.manager.tables(request)
@@ -99,6 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if forked is None:
             assert at % BLOCK and self.manager.free_blocks() == 0
             return
+        self.move()
         for copy in forked[1]:
             for offset in range(BLOCK):
                 self.slots[copy.group, copy.dst_block, offset] = self.slots.get(
@@ -119,11 +144,45 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.release(request)
         assert self.manager.release(request) == 0
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        self.manager.commit(request, request.num_computed)
+        self.manager.slide(request, request.num_computed)
+        before = [list(table) for table in self.manager.tables(request)]
+        if not self.manager.swap_out(request):
+            assert [list(table) for table in self.manager.tables(request)] == before
+            return
+        assert self.manager.swapped_tokens(request) == request.num_computed and not self.manager.tables(request)
+        self.live.remove(request)
+        self.away[request] = request.num_computed
+        request.num_computed = 0
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data(), gives_up=st.booleans())
+    def swap_in(self, data: st.DataObject, gives_up: bool) -> None:
+        request = data.draw(st.sampled_from(list(self.away)))
+        if gives_up:
+            self.manager.release(request)
+            del self.away[request]
+            assert self.manager.swapped_tokens(request) == 0
+            return
+        free = self.manager.free_blocks()
+        if self.manager.grow(request, len(request.tokens)) is None:
+            assert free < -(-len(request.tokens) // BLOCK) and self.manager.swapped_tokens(request)
+            return
+        request.num_computed = self.away.pop(request)
+        self.move()
+        self.live.append(request)
+
     @rule(tenant=st.sampled_from([b"", b"x", None]))
     def drop(self, tenant: bytes | None) -> None:
         self.manager.drop(tenant)
         probes = [r for r in self.live if tenant is None or r.namespace == tenant]
-        assert all(self.manager.match(self.make([*r.tokens, 0], r.namespace)) == 0 for r in probes)
+        probes += [r for r in self.away if tenant is None or r.namespace == tenant]
+        again = [self.make([*r.tokens, 0], r.namespace) for r in probes]
+        assert all(self.manager.match(r, from_host=True) == 0 for r in again)
 
     @invariant()
     def each_request_reads_its_own_history(self) -> None:

@@ -10,7 +10,7 @@ Knows no request and no token.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from steelyard.cache.prefix import PrefixIndex
 
@@ -22,9 +22,11 @@ class BlockPool:
     """Blocks 1 .. num_blocks; block 0 is the null block."""
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 1, "a pool without blocks"
+        assert num_blocks >= 0
         self.num_blocks = num_blocks
         self.index = PrefixIndex()
+        self.on_evict: Callable[[int, bytes, bytes], None] | None = None
+        """Told of a cached block that is about to be taken: its id, key and namespace."""
         self._refs = [0] * (num_blocks + 1)
         self._clean = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -59,6 +61,8 @@ class BlockPool:
                 block_id = self._clean.pop()
             else:
                 block_id, _ = self._cached.popitem(last=False)
+                if self.on_evict is not None:
+                    self.on_evict(block_id, *self.index.entry_of(block_id))
                 self.index.remove(block_id)
             self._refs[block_id] = 1
             taken.append(block_id)

@@ -1,4 +1,4 @@
-"""One request's blocks: match, grow, fork, commit, slide, release. All-or-nothing; nothing here decides who gets any.
+"""One request's blocks: match, grow, fork, commit, slide, swap, release. All-or-nothing; decides for nobody.
 
     positions  0 ........ B ........ 2B ....... 3B
     table g    [ block 7 ][ block 3 ][ block 9 ]          one table per KV group (layers that share a window)
@@ -11,36 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from steelyard.cache.blocks import NULL_BLOCK, BlockPool
+from steelyard.cache.host import HostTier
+from steelyard.cache.lookup import Lookup
+from steelyard.cache.tables import CacheUsage, Tables
 from steelyard.core.hashing import block_hash, root_hash
 from steelyard.core.request import Request
 from steelyard.core.step import Copy, RunnerCaps, TableEdit, Want
-
-
-@dataclass(frozen=True, slots=True)
-class CacheUsage:
-    """Blocks over all groups: total = free + active, free = clean + cached. Slack: allocated slots without KV."""
-
-    total: int
-    free: int
-    clean: int
-    cached: int
-    active: int
-    slack_tokens: int
-
-
-class _Sequence:
-    """A request's tables. `first_live[g]`: entries before it are null. `num_published`: full blocks already seen."""
-
-    __slots__ = ("first_live", "num_published", "publishes", "tables")
-
-    def __init__(self, tables: list[list[int]], num_published: int) -> None:
-        self.tables = tables
-        self.first_live = [next((i for i, b in enumerate(t) if b != NULL_BLOCK), len(t)) for t in tables]
-        self.num_published = num_published
-        self.publishes = True
 
 
 class CacheManager:
@@ -52,31 +31,29 @@ class CacheManager:
         self._caps = caps
         self._windows = tuple(group.window for group in caps.groups)
         self._pools = [BlockPool(num) for num in caps.num_blocks]
-        self._sequences: dict[Request, _Sequence] = {}
+        self._sequences: dict[Request, Tables] = {}
         self.num_releases = 0  # grows whenever a block may have become free
         self.has_windows = any(window is not None for window in self._windows)
+        self.host = HostTier(caps.num_host_blocks or (0,) * len(caps.groups))
+        self._lookup = Lookup(self._pools, self.host, self._windows, self.block_size)
+        self._first_visible = self._lookup.first_visible
+        for group, pool in enumerate(self._pools if caps.num_host_blocks else []):
+            pool.on_evict = partial(self.host.demote, group)
 
     # lookup
 
-    def match(self, request: Request) -> int:
+    def match(self, request: Request, *, from_host: bool = False) -> int:
         """Tokens of `request` whose KV is cached: a multiple of the block size, at most len(tokens) - 1.
 
         A hit of L tokens needs every block below L in full groups, and in window groups those that the query at
         position L can see. A request that wants something of every prompt position (log-probabilities, their mean)
-        matches nothing: it must compute them.
+        matches nothing: it must compute them. `from_host` counts blocks of the host tier too; `grow` has them copied.
         """
         of_all = request.sampling.prompt_logprobs is not None or Want.POOL_MEAN in request.pooling
         if not self.enable_prefix_caching or of_all:
             return 0
         hashes = self._hashes(request, (len(request.tokens) - 1) // self.block_size)
-        num_hits = len(hashes)
-        for pool, window in zip(self._pools, self._windows):
-            if window is None:
-                get = pool.index.get
-                num_hits = next((i for i in range(num_hits) if get(hashes[i]) is None), num_hits)
-        while num_hits and not all(self._window_is_cached(g, hashes, num_hits) for g in range(len(self._pools))):
-            num_hits -= 1
-        return num_hits * self.block_size
+        return self._lookup.longest(hashes, from_host) * self.block_size
 
     def ever_fits(self, num_tokens: int) -> bool:
         """Whether one request alone could hold KV for `num_tokens` positions, all other blocks being free."""
@@ -120,31 +97,50 @@ class CacheManager:
     ) -> list[TableEdit] | None:
         """Give `request` blocks for positions [0, num_tokens), or return None with nothing changed.
 
-        hit_tokens    what `match` just found, for a request without a table: those blocks are shared
+        hit_tokens    what `match` just found, for a request without a table: those blocks are shared; what the host
+                      alone has of them is copied back. A swapped request gets its own blocks back instead
         reserve_len   full groups get blocks for this many positions if it is more
         spare_blocks  blocks that must stay free in every group
         """
         sequence = self._sequences.get(request)
         assert sequence is None or not hit_tokens, "a request with a table has had its match"
-        tables = self._hit_tables(request, hit_tokens) if sequence is None else sequence.tables
+        tables = self._found(request, hit_tokens) if sequence is None else sequence.tables
         counts: list[int] = []
         for pool, window, table in zip(self._pools, self._windows, tables):
             target = num_tokens if window is not None else max(num_tokens, reserve_len)
             count = max(0, -(-target // self.block_size) - len(table))
-            idle = 0 if sequence is not None else sum(1 for b in table if b != NULL_BLOCK and not pool.refs(b))
+            idle = 0 if sequence is not None else sum(b < 0 or (b > 0 and not pool.refs(b)) for b in table)
             if count + idle + spare_blocks > pool.num_free and (count or idle):
                 return None
             counts.append(count)
-        if sequence is None:
-            for pool, table in zip(self._pools, tables):
-                for block_id in table:
-                    if block_id != NULL_BLOCK:
-                        pool.touch(block_id)
-            self._sequences[request] = _Sequence(tables, hit_tokens // self.block_size)
         first = [0] * len(tables) if sequence is None else [len(t) for t in tables]
+        if sequence is None:
+            self._sequences[request] = self._hold(request, tables, hit_tokens)
         for pool, table, count in zip(self._pools, tables, counts):
             table += pool.take(count)
         return self._edits(request.row, tables, first)
+
+    def _hold(self, request: Request, tables: list[list[int]], hit_tokens: int) -> Tables:
+        """Reference the blocks of `tables`, and have those that only the host has copied into blocks of its own."""
+        for group, (pool, table) in enumerate(zip(self._pools, tables)):
+            for block_id in table:
+                if block_id > 0:
+                    pool.touch(block_id)
+                elif block_id < 0:
+                    self.host.hold(group, -block_id)
+        num_published = hit_tokens // self.block_size
+        for group, (pool, table) in enumerate(zip(self._pools, tables)):
+            for i, block_id in enumerate(table):
+                if block_id < 0:
+                    [table[i]] = pool.take(1)
+                    self.host.fetch(group, -block_id, table[i])
+                    num_published = min(num_published, i)
+        sequence = Tables(tables, num_published)
+        away = self.host.away(request)
+        if away is not None:
+            sequence.publishes, sequence.num_published = away.publishes, 0
+            self.host.release(request)
+        return sequence
 
     def can_fork(self, parent: Request, at: int) -> bool:
         """Whether `parent` still holds the blocks a sequence of `at` positions needs."""
@@ -177,7 +173,7 @@ class CacheManager:
                 copies.append(Copy(g, source[num_full], own))
                 table.append(own)
             tables.append(table)
-        self._sequences[child] = _Sequence(tables, num_full)
+        self._sequences[child] = Tables(tables, num_full)
         return self._edits(child.row, tables, [0] * len(tables)), copies
 
     # progress
@@ -209,11 +205,33 @@ class CacheManager:
                 edits.append(TableEdit(g, request.row, first, (NULL_BLOCK,) * (dead - first)))
         return edits
 
+    def swap_out(self, request: Request) -> bool:
+        """Have the KV of `request` copied to the host, give its blocks back. False, nothing changed, without room."""
+        if not request.num_computed:
+            return False
+        sequence, num_blocks = self._sequences[request], -(-request.num_computed // self.block_size)
+        keys = self._keys(request, request.num_computed, sequence.publishes)
+        tables = [table[:num_blocks] for table in sequence.tables]
+        if not self.host.swap_out(request, tables, keys, sequence.publishes):
+            return False
+        self._free(request)
+        return True
+
+    def swapped_tokens(self, request: Request) -> int:
+        """Positions whose KV the host keeps for a swapped request; else 0."""
+        away = self.host.away(request)
+        return 0 if away is None else away.num_tokens
+
     def release(self, request: Request) -> int:
-        """Give all blocks back, last first, so that a chain's end is evicted before its start. Idempotent.
+        """Give all blocks back, last first, so that a chain's end is evicted before its start, and what the host keeps.
+        Idempotent.
 
         Returns how many blocks became free.
         """
+        self.host.release(request)
+        return self._free(request)
+
+    def _free(self, request: Request) -> int:
         sequence = self._sequences.pop(request, None)
         if sequence is None:
             return 0
@@ -221,14 +239,14 @@ class CacheManager:
         return sum(pool.free(reversed(table)) for pool, table in zip(self._pools, sequence.tables))
 
     def drop(self, namespace: bytes | None = None) -> int:
-        """Forget the cached KV of a namespace and those below it (None: of all); returns the blocks forgotten.
+        """Forget the cached KV of a namespace and those below it (None: of all), on the device and on the host.
 
-        Requests that run keep their blocks and publish nothing any more.
+        Requests that run or are swapped keep their blocks and publish nothing any more. Returns the blocks forgotten.
         """
         for request, sequence in self._sequences.items():
             if namespace is None or request.namespace.startswith(namespace):
                 sequence.publishes = False
-        return sum(pool.forget(namespace) for pool in self._pools)
+        return sum(pool.forget(namespace) for pool in self._pools) + self.host.drop(namespace)
 
     # accounts
 
@@ -269,6 +287,7 @@ class CacheManager:
 
     def check(self) -> None:
         """Raises AssertionError if references, tables and published keys do not agree."""
+        self.host.check()
         for g, pool in enumerate(self._pools):
             refs: Counter[int] = Counter()
             for request, sequence in self._sequences.items():
@@ -291,31 +310,21 @@ class CacheManager:
             known.append(block_hash(parent, request.tokens[len(known) * size : (len(known) + 1) * size]))
         return known[:num_blocks]
 
-    def _first_visible(self, group: int, position: int) -> int:
-        """Index of the first block that a query at `position` or later can see in `group`."""
-        window = self._windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
-
     def _blocks_at_least(self, group: int, num_tokens: int) -> int:
         """Blocks without which `num_tokens` positions cannot be computed even in the smallest chunks."""
         need, window = -(-num_tokens // self.block_size), self._windows[group]
         return need if window is None else min(need, -(-window // self.block_size) + 1)
 
-    def _window_is_cached(self, group: int, hashes: list[bytes], num_hits: int) -> bool:
-        first = self._first_visible(group, num_hits * self.block_size)
-        get = self._pools[group].index.get
-        return self._windows[group] is None or all(get(key) is not None for key in hashes[first:num_hits])
+    def _found(self, request: Request, hit_tokens: int) -> list[list[int]]:
+        """Tables of what `match` found, or of what a swapped request had (see cache/lookup.py)."""
+        away = self.host.away(request)
+        if away is not None:
+            return self._lookup.away_tables(away, self._keys(request, away.num_tokens, away.publishes))
+        return self._lookup.tables(request.block_hashes[: hit_tokens // self.block_size])
 
-    def _hit_tables(self, request: Request, hit_tokens: int) -> list[list[int]]:
-        num_hits = hit_tokens // self.block_size
-        hashes = request.block_hashes[:num_hits]
-        tables: list[list[int]] = []
-        for g, pool in enumerate(self._pools):
-            first = min(self._first_visible(g, hit_tokens), num_hits)
-            found = [pool.index.get(key) for key in hashes[first:]]
-            tables.append([NULL_BLOCK] * first + [b for b in found if b is not None])
-            assert len(tables[-1]) == num_hits, f"{request}: the match has gone"
-        return tables
+    def _keys(self, request: Request, num_tokens: int, publishes: bool) -> list[bytes]:
+        """Keys of the full blocks of computed positions; none where nothing may be shared."""
+        return self._hashes(request, num_tokens // self.block_size) if self.enable_prefix_caching and publishes else []
 
     @staticmethod
     def _edits(row: int, tables: list[list[int]], first: list[int]) -> list[TableEdit]:

@@ -29,6 +29,10 @@ class PrefixIndex:
         entry = self._entry_of.get(block_id)
         return None if entry is None else entry[0]
 
+    def entry_of(self, block_id: int) -> tuple[bytes, bytes]:
+        """Key and namespace of a published block."""
+        return self._entry_of[block_id]
+
     def put(self, key: bytes, block_id: int, namespace: bytes) -> bool:
         """Publish a block. False, with nothing changed, if another block already holds the key."""
         assert block_id not in self._entry_of, f"block {block_id} published twice"

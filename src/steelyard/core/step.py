@@ -80,7 +80,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Move a block between device and host slot; `out` is device to host."""
+    """Copy a whole block between the device and a slot of the host tier; `out` is device to host.
+
+    A plan has every `out` before every `in`, and a device block or a host slot at most once among each.
+    """
 
     group: int
     device_block: int
@@ -165,7 +168,10 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class RunnerCaps:
-    """What a runner can hold. `num_blocks[g]` counts group g's usable blocks, numbered from 1 (0 is the null block)."""
+    """What a runner can hold. `num_blocks[g]` counts group g's usable blocks, numbered from 1 (0 is the null block).
+
+    num_host_blocks  the same of the host tier's slots; empty where there is none
+    """
 
     block_size: int
     num_blocks: tuple[int, ...]
@@ -177,6 +183,7 @@ class RunnerCaps:
     overlaps: bool
     fingerprint: str
     kv_layout: str
+    num_host_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
