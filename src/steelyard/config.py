@@ -13,6 +13,11 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
 LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+BATCHINGS = ("static", "dynamic", "continuous")
+KV_CACHES = ("on", "off")
+KV_ALLOCATIONS = ("paged", "contiguous", "contiguous-max")
+ATTENTION_BACKENDS = ("auto", "triton", "cpu", "sdpa", "naive", "flashinfer", "reference")
+MAX_BATCH_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,13 @@ class EngineConfig:
     gpu_memory_utilization  share of the device's memory (on a CPU: of available memory) for everything
     script                  a JSON file of token ids to answer with in place of a model: the server by itself
     async_scheduling        launch step N + 1 before step N is collected; None: where the device runs by itself
+
+    Baselines to compare with; all give the same tokens:
+    batching                static, dynamic: a batch of `batch_size` runs until its last member ends; `batch_timeout`
+                            seconds are waited for it to fill
+    enable_chunked_prefill  off: a prompt is computed in one step or waits
+    kv_cache                off: every step computes its sequences from their first token again
+    kv_allocation           contiguous: prompt and max_tokens reserved in one run of blocks; -max: the whole context
     """
 
     model: str = "smollm2"
@@ -40,6 +52,13 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    batching: str = "continuous"
+    batch_size: int | None = None
+    batch_timeout: float | None = None
+    enable_chunked_prefill: bool = True
+    kv_cache: str = "on"
+    kv_allocation: str = "paged"
+    attention_backend: str = "auto"
     scheduling_policy: str = "fcfs"
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -54,11 +73,36 @@ class EngineConfig:
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             _at_least(flag, getattr(self, flag), 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self._check_baselines()
         if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):
             raise StartError(f"--block-size must be a power of two, got {self.block_size}")
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise StartError(f"--gpu-memory-utilization must be in (0, 1], got {share}")
+
+    def _check_baselines(self) -> None:
+        _one_of("--batching", self.batching, BATCHINGS)
+        _one_of("--kv-cache", self.kv_cache, KV_CACHES)
+        _one_of("--kv-allocation", self.kv_allocation, KV_ALLOCATIONS)
+        _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _at_least("batch_size", self.batch_size, 1)
+        if self.batching == "continuous" and (self.batch_size, self.batch_timeout) != (None, None):
+            raise StartError(
+                "--batch-size and --batch-timeout belong to --batching static or dynamic; continuous batching "
+                "is limited by --max-num-seqs"
+            )
+        if self.batch_timeout is not None and not 0.0 <= self.batch_timeout <= MAX_BATCH_TIMEOUT_S:
+            raise StartError(f"--batch-timeout must be 0 to {MAX_BATCH_TIMEOUT_S:g} s, got {self.batch_timeout:g}")
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether finished requests' KV may be used again: it is kept, and in blocks that can be shared."""
+        return self.enable_prefix_caching and self.kv_cache == "on" and self.kv_allocation == "paged"
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a step must be able to hold a request of the full context."""
+        return self.kv_cache == "off" or not self.enable_chunked_prefill
 
 
 @dataclass(frozen=True, slots=True)

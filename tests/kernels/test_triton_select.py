@@ -8,7 +8,7 @@ import torch
 from steelyard.errors import StartError
 from steelyard.kernels.reference import ReferenceAttention, ReferenceBackend
 from steelyard.kernels.sampling import Controls
-from steelyard.kernels.select import ATTENTION, attention_class, choose_attention
+from steelyard.kernels.select import ATTENTION, attention_class, choose_attention, make_attention
 from steelyard.kernels.triton_backend import TritonBackend
 from tests.kernels.paged import DEVICE, max_error
 
@@ -17,7 +17,10 @@ CPU = torch.device("cpu")
 
 def test_every_name_of_the_table_can_be_imported() -> None:
     for name in ATTENTION:
-        assert attention_class(name).name == name
+        if name in ("sdpa", "naive"):
+            assert make_attention(name).name == name
+        else:
+            assert attention_class(name).name == name
 
 
 def test_auto_on_the_cpu_says_why_it_is_not_triton() -> None:
@@ -30,9 +33,9 @@ def test_auto_on_the_cpu_says_why_it_is_not_triton() -> None:
     ("capability", "head_dim", "block_size", "name", "why"),
     [
         ((9, 0), 128, 64, "triton", "head size 128"),
-        ((7, 5), 128, 64, "reference", "8.0"),
-        ((9, 0), 72, 64, "reference", "head size 72"),
-        ((9, 0), 64, 24, "reference", "blocks of 24"),
+        ((7, 5), 128, 64, "sdpa", "8.0"),
+        ((9, 0), 72, 64, "sdpa", "head size 72"),
+        ((9, 0), 64, 24, "sdpa", "blocks of 24"),
     ],
 )
 def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], head_dim: int, block_size: int,
@@ -44,10 +47,14 @@ def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, in
 
 
 def test_unknown_and_unusable_names_are_refused() -> None:
-    with pytest.raises(StartError, match=r"'fast'.*auto, triton, cpu, reference"):
+    with pytest.raises(StartError, match=r"'fast'.*auto, triton, cpu, sdpa, naive, reference"):
         choose_attention("fast", 128, 64, CPU)
-    with pytest.raises(StartError, match=r"'triton'.*CUDA"):
+    with pytest.raises(StartError, match=r"'triton'.*cuda, this is cpu"):
         choose_attention("triton", 128, 64, CPU)
+    with pytest.raises(StartError, match=r"'flashinfer': the package flashinfer is not installed"):
+        choose_attention("flashinfer", 128, 64, CPU)
+    with pytest.raises(StartError, match=r"'cpu'.*cpu, this is cuda"):
+        choose_attention("cpu", 128, 24, torch.device("cuda"))
 
 
 def test_operators_equal_the_reference_backend() -> None:

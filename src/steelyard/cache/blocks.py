@@ -30,6 +30,7 @@ class BlockPool:
         self._refs = [0] * (num_blocks + 1)
         self._clean = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.num_fragmented = 0  # requests refused although enough blocks were free
 
     @property
     def num_free(self) -> int:
@@ -39,6 +40,15 @@ class BlockPool:
     @property
     def num_clean(self) -> int:
         return len(self._clean)
+
+    @property
+    def largest_run(self) -> int:
+        """The most blocks one request could take now: any block will do, so all that are free."""
+        return self.num_free
+
+    def fits(self, count: int, spare: int = 0) -> bool:
+        """Whether `count` blocks can be taken and `spare` left."""
+        return count + spare <= self.num_free
 
     @property
     def num_cached(self) -> int:

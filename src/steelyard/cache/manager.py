@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from steelyard.cache.blocks import NULL_BLOCK, BlockPool
+from steelyard.cache.contiguous import ContiguousPool, Reserve
 from steelyard.cache.host import HostTier
 from steelyard.cache.lookup import Lookup
 from steelyard.cache.tables import CacheUsage, Tables
@@ -25,12 +26,15 @@ from steelyard.core.step import Copy, RunnerCaps, TableEdit, Want
 class CacheManager:
     """Block tables of all resident requests, and the pools behind them."""
 
-    def __init__(self, caps: RunnerCaps, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, caps: RunnerCaps, enable_prefix_caching: bool = True, reserve: Reserve | None = None) -> None:
+        """`reserve`: positions that a request gets at once and in one run of blocks; None: blocks as it grows."""
+        assert reserve is None or not enable_prefix_caching, "blocks of one run cannot be shared"
         self.block_size = caps.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._caps = caps
         self._windows = tuple(group.window for group in caps.groups)
-        self._pools = [BlockPool(num) for num in caps.num_blocks]
+        self._reserve = reserve
+        self._pools = [BlockPool(num) if reserve is None else ContiguousPool(num) for num in caps.num_blocks]
         self._sequences: dict[Request, Tables] = {}
         self.num_releases = 0  # grows whenever a block may have become free
         self.has_windows = any(window is not None for window in self._windows)
@@ -108,9 +112,11 @@ class CacheManager:
         counts: list[int] = []
         for pool, window, table in zip(self._pools, self._windows, tables):
             target = num_tokens if window is not None else max(num_tokens, reserve_len)
+            if self._reserve is not None:
+                target = max(num_tokens, self._reserve(request))
             count = max(0, -(-target // self.block_size) - len(table))
             idle = 0 if sequence is not None else sum(b < 0 or (b > 0 and not pool.refs(b)) for b in table)
-            if count + idle + spare_blocks > pool.num_free and (count or idle):
+            if (count or idle) and not pool.fits(count + idle, spare_blocks):
                 return None
             counts.append(count)
         first = [0] * len(tables) if sequence is None else [len(t) for t in tables]
@@ -145,7 +151,7 @@ class CacheManager:
     def can_fork(self, parent: Request, at: int) -> bool:
         """Whether `parent` still holds the blocks a sequence of `at` positions needs."""
         sequence = self._sequences.get(parent)
-        if sequence is None or parent.num_computed < at:
+        if sequence is None or parent.num_computed < at or self._reserve is not None:
             return False
         return all(
             len(table) * self.block_size >= at and live <= self._first_visible(g, at)
@@ -259,6 +265,14 @@ class CacheManager:
             for table in sequence.tables
         )
         return CacheUsage(total, clean + cached, clean, cached, total - clean - cached, slack)
+
+    def largest_run(self) -> int:
+        """The most blocks one request could take now, in the scarcest group."""
+        return min(pool.largest_run for pool in self._pools)
+
+    def num_fragmented(self) -> int:
+        """How often a request did not get blocks although enough were free, none in one run."""
+        return sum(pool.num_fragmented for pool in self._pools)
 
     def pools(self) -> list[tuple[int, int, int]]:
         """(blocks, clean, cached) of each group."""

@@ -6,7 +6,17 @@ import argparse
 import re
 from dataclasses import fields
 
-from steelyard.config import DEVICES, DTYPES, LOAD_FORMATS, SCHEDULING_POLICIES, EngineConfig
+from steelyard.config import (
+    ATTENTION_BACKENDS,
+    BATCHINGS,
+    DEVICES,
+    DTYPES,
+    KV_ALLOCATIONS,
+    KV_CACHES,
+    LOAD_FORMATS,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+)
 from steelyard.errors import StartError
 
 _UNITS = {
@@ -67,6 +77,25 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
     add("--skip-tokenizer-init", action="store_true", help="token ids in, token ids out")
     add("--check-invariants", action="store_true", help="check the engine's books after every step; slow")
     add("--script", metavar="FILE", help="answer with token ids from a JSON file in place of a model")
+    add("--attention-backend", choices=ATTENTION_BACKENDS, help="(default: auto, by device, heads and blocks)")
+    _add_baselines(parser)
+
+
+def _add_baselines(parser: argparse.ArgumentParser) -> None:
+    """Older ways to serve, to compare with: same tokens, other times."""
+    add = parser.add_argument_group("baselines", argument_default=argparse.SUPPRESS).add_argument
+    add("--batching", choices=BATCHINGS, help="who may join when (default: continuous)")
+    add("--batch-size", type=int, metavar="N", help="of a static or dynamic batch (default: --max-num-seqs)")
+    add("--batch-timeout", type=float, metavar="SECONDS", help="to wait for a batch to fill (static: 0, dynamic: 0.05)")
+    add(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="compute a long prompt over several steps (default: on)",
+    )
+    add("--kv-cache", choices=KV_CACHES, help="off: compute every sequence anew in every step (default: on)")
+    add(
+        "--kv-allocation", choices=KV_ALLOCATIONS, help="contiguous: reserve a request's KV in one run (default: paged)"
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -14,6 +14,7 @@ from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.config import EngineConfig
 from steelyard.core.step import KvGroup, Runner, RunnerCaps
+from steelyard.engine.baselines import batching_of, reserve_of, scheduler_options
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.engine.ledgers import Ledgers
 from steelyard.engine.measures import block_bytes, measure_on, plan_device
@@ -23,7 +24,6 @@ from steelyard.plan.shape import ModelShape
 from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
 from steelyard.runner.start import start_runner
-from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.policies.fcfs import Fcfs
 from steelyard.scheduler.policies.priority import Priority
 from steelyard.scheduler.protocols import Faults
@@ -61,10 +61,10 @@ def build_engine(
     else:
         runner = _start_runner(checkpoint, config)
     caps = runner.caps
-    cache = CacheManager(caps, config.enable_prefix_caching)
-    options = SchedulerOptions(config.max_num_seqs, config.max_num_batched_tokens, overlap=caps.overlaps)
+    cache = CacheManager(caps, config.caches_prefixes, reserve_of(config, caps))
+    options = scheduler_options(config, caps)
     order = Priority() if config.scheduling_policy == "priority" else Fcfs()
-    scheduler = Scheduler(caps, cache, options, order=order, faults=faults)
+    scheduler = Scheduler(caps, cache, options, order=order, batching=batching_of(config, caps), faults=faults)
     shape = ModelShape.from_config(dict(checkpoint.config))
     device = plan_device() if config.script is None and config.device != "cpu" else None
     measure = measure_on(device, shape, caps) if device is not None else None
@@ -78,7 +78,7 @@ def build_engine(
             seed=config.seed,
             check_invariants=config.check_invariants,
             block_bytes=block_bytes(shape, caps),
-            config=_effective(config, caps, scheduler),
+            config=_effective(config, runner, scheduler),
         ),
         clock_ns=clock_ns,
         ledgers=Ledgers(scheduler.max_num_seqs, clock_ns(), measure),
@@ -102,6 +102,8 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         enforce_eager=config.enforce_eager,
         overlap=config.async_scheduling,
         seed=config.seed,
+        attention_backend=config.attention_backend,
+        whole_prompts=config.whole_prompts,
     )
     try:
         return start_runner(checkpoint, options)
@@ -147,8 +149,9 @@ def _script_caps(config: EngineConfig, checkpoint: Checkpoint) -> RunnerCaps:
     )
 
 
-def _effective(config: EngineConfig, caps: RunnerCaps, scheduler: Scheduler) -> dict[str, object]:
+def _effective(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> dict[str, object]:
     """The configuration with what was decided in place of None."""
+    caps = runner.caps
     return asdict(config) | {
         "dtype": caps.kv_layout.split("/")[0],
         "block_size": caps.block_size,
@@ -157,6 +160,9 @@ def _effective(config: EngineConfig, caps: RunnerCaps, scheduler: Scheduler) -> 
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "async_scheduling": caps.overlaps,
+        "enable_prefix_caching": config.caches_prefixes,
+        "batch_size": getattr(batching_of(config, caps), "batch_size", None),
+        "attention_backend": getattr(runner, "attention", "none"),
     }
 
 

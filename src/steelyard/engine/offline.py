@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -11,6 +12,8 @@ from types import FrameType
 from steelyard.engine.engine import Engine, EngineFault
 from steelyard.errors import InvalidRequest, RequestFailed
 from steelyard.wire.messages import FromEngine, Refused, Stop, Submit
+
+_LOOK_AGAIN_S = 0.001
 
 
 class PromptRefused(InvalidRequest):
@@ -41,6 +44,9 @@ def run(engine: Engine, submits: Sequence[Submit]) -> Iterator[list[FromEngine]]
                 messages = engine.step()
             if not engine.progressed and engine.next_deadline_ns is None:
                 status = engine.status()
+                if status.running == 0 and engine.scheduler.fills_a_batch(engine.clock_ns()):
+                    time.sleep(_LOOK_AGAIN_S)
+                    continue
                 raise RequestFailed(f"no step can make progress ({status.running} running, {status.waiting} waiting)")
             yield messages
     except EngineFault:

@@ -10,9 +10,9 @@ from torch import Tensor
 from steelyard.kernels import cpu_fused, cpu_linear
 from steelyard.kernels.attention import Attention
 from steelyard.kernels.backend import Fusions, Stored
-from steelyard.kernels.cpu_attention import CpuAttention
 from steelyard.kernels.cpu_kv import KvWriter
 from steelyard.kernels.sampling import Controls, choose
+from steelyard.kernels.select import make_attention
 
 
 class CpuBackend:
@@ -20,9 +20,10 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, attention: str = "cpu") -> None:
+        """`attention`: a CPU's name of kernels/select.py."""
         writer = KvWriter()
-        self.attention: Attention = CpuAttention(writer)
+        self.attention: Attention = make_attention(attention, writer)
         self.fusions: Fusions | None = cpu_fused.CpuFusions(writer)
 
     def activation_dtype(self, weights: torch.dtype) -> torch.dtype:

@@ -27,11 +27,16 @@ MAX_LOGIT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes a forward runs with. num_decode 0: no row is decoded as such; equal to rows: no row is anything else."""
+    """Sizes a forward runs with. num_decode 0: no row is decoded as such; equal to rows: no row is anything else.
+
+    max_q, max_ctx  of the rows, where a step runs eagerly: baselines of attention read them
+    """
 
     tokens: int
     rows: int
     num_decode: int
+    max_q: int = 1
+    max_ctx: int = 0
 
     @classmethod
     def of_bucket(cls, kind: str, size: int, max_rows: int) -> Shape:
@@ -110,6 +115,8 @@ class DeviceStep:
             tables=tuple(part.tables),
             num_tokens=shape.tokens,
             num_decode=shape.num_decode,
+            max_q=shape.max_q,
+            max_ctx=shape.max_ctx,
         )
         hidden = self._decoder.forward(StepBatch(part.token_ids, batch, self.kv.layers))
         self.hidden[: shape.tokens].copy_(hidden)

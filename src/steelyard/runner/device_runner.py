@@ -86,6 +86,7 @@ class DeviceRunner:
         self._num_launched = 0
         self._last_done_ns = 0
         self._last_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.attention = machine.decoder.place.backend.attention.name
         self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)
         self.start_seconds: dict[str, float] = {}
 
@@ -210,7 +211,8 @@ class DeviceRunner:
         size = bucket_for(buckets.decode if kind == "decode" else buckets.mixed, largest)
         graph = None if size is None else self._machine.graphs.get((kind, size))
         if size is None or graph is None:
-            return Shape(num_tokens, count, num_decode), None
+            longest = max(map(sum, zip(starts, news)), default=0)
+            return Shape(num_tokens, count, num_decode, max(news, default=1), longest), None
         step.graph = f"{kind} {size}"
         step.padded = (size - num_tokens, size - count if kind == "decode" else 0)
         return Shape(num_tokens, count, num_decode), graph

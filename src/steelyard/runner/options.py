@@ -22,6 +22,7 @@ class RunnerOptions:
 
     overlap   results are collected after the next launch; None: where the device runs by itself
     backend   auto, or the name of one (reference: slow and exact, for tests)
+    whole_prompts  a step must be able to hold a request of the full context
     """
 
     dtype: str = "auto"
@@ -38,6 +39,8 @@ class RunnerOptions:
     overlap: bool | None = None
     seed: int = 0
     backend: str = "auto"
+    attention_backend: str = "auto"
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +104,19 @@ def resolve_limits(options: RunnerOptions, device: torch.device, context: int) -
             f"--max-model-len {max_model_len} is more than the model's {context} positions; ask for at most that",
             param="max_model_len",
         )
+    max_batched_tokens = options.max_num_batched_tokens or (8192 if on_gpu else 512)
+    if options.whole_prompts and max_batched_tokens < max_model_len:
+        if options.max_num_batched_tokens is not None:
+            raise StartError(
+                f"--max-num-batched-tokens {max_batched_tokens} is less than the context of {max_model_len}: without "
+                "chunked prefill or KV cache a step must hold a whole request; raise it or lower --max-model-len",
+                param="max_num_batched_tokens",
+            )
+        max_batched_tokens = max_model_len
     return Limits(
         max_model_len=max_model_len,
         max_rows=options.max_num_seqs or (1024 if on_gpu else 64),
-        max_batched_tokens=options.max_num_batched_tokens or (8192 if on_gpu else 512),
+        max_batched_tokens=max_batched_tokens,
         block_size=options.block_size or (64 if on_gpu else 16),
         overlaps=on_gpu if options.overlap is None else options.overlap,
     )

@@ -74,6 +74,7 @@ class TorchRunner:
         self._sampler = Sampler(self._rows, decoder.place.backend, eos_ids, caps.vocab_size)
         self._in_flight: list[Launched] = []
         self._last_done_ns = 0
+        self.attention = decoder.place.backend.attention.name
         self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from steelyard.core.step import MemoryTerms, Runner, RunnerCaps
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.cpu import CpuBackend
 from steelyard.kernels.reference import ReferenceBackend
+from steelyard.kernels.select import choose_attention
 from steelyard.layers.linear import Place
 from steelyard.models.decoder import Decoder
 from steelyard.models.families import decoder_config
@@ -22,7 +24,7 @@ from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, size_poo
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_limits
 from steelyard.runner.runner import TorchRunner
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
+_log = logging.getLogger(__name__)
 
 
 def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Runner:
@@ -38,11 +40,12 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     """A runner for a CPU: shapes are exact, and launching is computing."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, {entry.kind for entry in checkpoint.tensors.values()})
-    backend = BACKENDS[device.type if options.backend == "auto" else options.backend]()
     shape = ModelShape.from_config(dict(checkpoint.config))
     limits = resolve_limits(options, device, shape.max_position)
+    config = decoder_config(checkpoint.config)
+    backend = _backend(options, config.layers[0].head_dim, limits.block_size, device)
     total_bytes = available_bytes(device)
-    decoder = Decoder(decoder_config(checkpoint.config), Place(dtype, device, backend), limits.max_model_len)
+    decoder = Decoder(config, Place(dtype, device, backend), limits.max_model_len)
     if options.load_format == "dummy":
         dummy_weights(decoder, options.seed)
     else:
@@ -74,6 +77,15 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
     runner.memory_terms = lambda: _terms(budget, kv.nbytes)
     return runner
+
+
+def _backend(options: RunnerOptions, head_dim: int, block_size: int, device: torch.device) -> Backend:
+    """Operators with the attention asked for; `reference` stands for all of them. Raises StartError."""
+    choice = choose_attention(options.attention_backend, head_dim, block_size, device)
+    if "reference" in (options.backend, choice.name):
+        return ReferenceBackend()
+    _log.info("attention: %s (%s)", choice.name, choice.reason)
+    return CpuBackend(choice.name)
 
 
 def _terms(budget: MemoryBudget, kv_bytes: int) -> MemoryTerms:

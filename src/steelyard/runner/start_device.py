@@ -19,7 +19,7 @@ from steelyard.checkpoint.entry import Checkpoint
 from steelyard.core.step import MemoryTerms, RunnerCaps
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.reference import ReferenceBackend
-from steelyard.kernels.select import choose_attention
+from steelyard.kernels.select import ATTENTION, choose_attention, make_attention
 from steelyard.kernels.step import FrameLayout, StepOperators, TorchStep
 from steelyard.kernels.triton_attention import TritonAttention
 from steelyard.kernels.triton_backend import TritonBackend
@@ -159,8 +159,9 @@ class DeviceStart:
         )
 
     def buckets(self) -> Buckets:
-        """Sizes to capture; none where graphs are off."""
-        if self.options.enforce_eager:
+        """Sizes to capture; none where graphs are off, or where the attention reads sizes on the host."""
+        entry = ATTENTION.get(self.backend.attention.name)
+        if self.options.enforce_eager or (entry is not None and not entry.captured and self.device.type == "cuda"):
             return Buckets((), ())
         elements = sum(t.view.numel() for name, t in self.decoder.targets().items() if ".layers." in name)
         return Buckets.of(self.limits.max_rows, self.limits.max_batched_tokens, len(self.config.layers), elements)
@@ -231,7 +232,14 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
         plain = ReferenceBackend()
         return plain, lambda: None
     first = config.layers[0]
-    choose_attention("triton" if device.type == "cuda" else "auto", first.head_dim, limits.block_size, device)
+    chosen = "triton"  # without a GPU: Triton's interpreter, in tests
+    if device.type == "cuda":
+        choice = choose_attention(options.attention_backend, first.head_dim, limits.block_size, device)
+        chosen = choice.name
+        _log.info("attention: %s (%s)", choice.name, choice.reason)
+    if chosen != "triton":
+        plain_attention = make_attention(chosen)
+        return TritonBackend(plain_attention, limits.max_rows, device, max_tokens=start.max_tokens), lambda: None
     shape = AttentionShape(
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,

@@ -76,5 +76,6 @@ def _check_states(live: Live, oldest: Flight) -> None:
         resident = live.rows.by_row[row]
         assert resident is not None
         request, is_again = resident.request, work.start < resident.request.recompute_until
-        state = State.DECODE if work.start >= resident.known_len else State.RECOMPUTE if is_again else State.PREFILL
+        is_decode = work.start + work.num_new > resident.known_len
+        state = State.DECODE if is_decode else State.RECOMPUTE if is_again else State.PREFILL
         assert resident.ended or request.state is state, f"{request} is computing: {state}"

@@ -53,7 +53,7 @@ class Committer:
             if len(tokens) == resident.known_len or len(ids) != 1:
                 self._prefilled(resident, work, out, result, now_ns, events)
                 continue
-            request.num_computed = end = work.start + 1
+            request.num_computed = end = work.start + work.num_new
             tokens.append(ids[0])
             num_decoded += 1
             events.append(Emitted(request, ids, out.logprobs))

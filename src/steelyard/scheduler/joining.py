@@ -9,7 +9,7 @@ from steelyard.core.step import RowEnter
 from steelyard.core.timed import State
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.options import SchedulerOptions
-from steelyard.scheduler.planning import Draft, Planner, share
+from steelyard.scheduler.planning import Draft, Planner
 from steelyard.scheduler.protocols import Faults
 from steelyard.scheduler.rows import Resident
 
@@ -23,6 +23,8 @@ class Joiner:
         self._faults = faults
         self._refused: tuple[Request | None, int] = (None, 0)
         self._max_upcoming = options.max_upcoming
+        self._whole_prompts = options.whole_prompts
+        self._may_fork = options.kv_cache  # a step that computes from the first token writes every block
         self._watermark_blocks = ceil(options.watermark * live.cache.smallest_pool())
 
     def shortest_waiting(self, may_join: int) -> float:
@@ -37,7 +39,7 @@ class Joiner:
         at = 0
         while at < len(waiting.items):
             request = waiting.items[at]
-            shared = self._shared_obstacle(draft, may_join)
+            shared = self._shared_obstacle(draft, may_join, len(request.tokens))
             if shared is None and (private := self._private_obstacle(request)) is not None:
                 skipped[request] = private
                 at += 1
@@ -52,14 +54,15 @@ class Joiner:
             may_join -= 1
         waiting.label(skipped, shared, draft.now_ns)
 
-    def _shared_obstacle(self, draft: Draft, may_join: int) -> State | None:
+    def _shared_obstacle(self, draft: Draft, may_join: int, num_tokens: int) -> State | None:
         if draft.pressure:
             return State.WAIT_KV
         if may_join <= 0:
             return State.WAIT_POLICY
         if not self._live.rows.num_free:
             return State.WAIT_SLOT
-        return State.WAIT_BUDGET if draft.budget == 0 else None
+        needed = num_tokens if self._whole_prompts else 1
+        return State.WAIT_BUDGET if draft.budget < needed else None
 
     def _private_obstacle(self, request: Request) -> State | None:
         """Of a paused request, of a choice whose sibling still computes their prompt, of a grammar being compiled."""
@@ -89,7 +92,7 @@ class Joiner:
             return False
         request.row = live.rows.next_free()
         fork_at = request.prompt_len - 1
-        if parent is not None and fork_at and live.cache.can_fork(parent, fork_at):
+        if parent is not None and fork_at and self._may_fork and live.cache.can_fork(parent, fork_at):
             num_new = self._fork(parent, request, spare, draft)
         else:
             num_new = self._match(request, spare, draft, at)
@@ -127,9 +130,9 @@ class Joiner:
             return 0  # nothing was freed since it did not fit: its prefix is not looked up again
         hit = cache.match(request)
         behind = self._live.waiting.items[at + 1 : at + 1 + self._max_upcoming]
-        num_new = share(known - hit, draft.budget, min((len(r.tokens) for r in behind), default=inf))
+        num_new = self._planner.share(known - hit, draft.budget, min((len(r.tokens) for r in behind), default=inf))
         edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
-        while edits is None and cache.has_windows and num_new > 1:
+        while edits is None and cache.has_windows and num_new > 1 and not self._whole_prompts:
             num_new //= 2
             edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         if edits is None:

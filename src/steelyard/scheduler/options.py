@@ -12,6 +12,8 @@ class SchedulerOptions:
     overlap              step N + 1 may be scheduled while step N is in flight
     watermark            share of the pool that stays free when a request is admitted beside others
     max_upcoming         how many waiting requests a pass looks at to share the budget
+    chunked_prefill      False: a prompt is computed in one step or waits
+    kv_cache             False: every step computes its sequences from their first token; no prompt is chunked then
     """
 
     max_num_seqs: int | None = None
@@ -19,6 +21,13 @@ class SchedulerOptions:
     overlap: bool = False
     watermark: float = 0.01
     max_upcoming: int = 8
+    chunked_prefill: bool = True
+    kv_cache: bool = True
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt is computed in one step or not at all."""
+        return not (self.chunked_prefill and self.kv_cache)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, TableEdit, Want
 from steelyard.core.timed import State
 from steelyard.scheduler.live import Flight, Live
+from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.protocols import Faults, Order
 from steelyard.scheduler.rows import Resident
 
@@ -42,10 +43,12 @@ class Draft:
 class Planner:
     """Writes plans over `Live`. Preempts only for running requests, and never the anchor."""
 
-    def __init__(self, live: Live, order: Order, faults: Faults) -> None:
+    def __init__(self, live: Live, order: Order, faults: Faults, options: SchedulerOptions) -> None:
         self._live = live
         self._order = order
         self._faults = faults
+        self._keeps_kv = options.kv_cache
+        self._whole_prompts = options.whole_prompts
         self.draining = False
 
     def decodes(self, draft: Draft) -> None:
@@ -59,7 +62,9 @@ class Planner:
             start = resident.request.num_computed if flight is None else flight.start + flight.num_new
             if start + 1 >= resident.end_len:
                 continue
-            if budget == 0 or self.draining:
+            first = start if self._keeps_kv else 0
+            num_new = start + 1 - first
+            if budget < num_new or self.draining:
                 draft.missed.append(resident)
                 continue
             if start >= resident.room and not self._make_room(resident, start + 1, draft):
@@ -67,9 +72,9 @@ class Planner:
                 continue
             if resident.request.state is not decode:
                 draft.states.append((resident, decode))
-            resident.flight = row_work = RowWork(resident.row, start, 1, resident.want)
+            resident.flight = row_work = RowWork(resident.row, first, num_new, resident.want)
             work.append(row_work)
-            budget -= 1
+            budget -= num_new
         draft.budget = budget
 
     def prefills(self, draft: Draft, shortest_waiting: float) -> None:
@@ -83,13 +88,22 @@ class Planner:
                 draft.missed.append(resident)
                 continue
             shortest = min(min(lens[i + 1 :], default=float("inf")), shortest_waiting)
-            num_new = share(lens[i], draft.budget, shortest)
+            num_new = self.share(lens[i], draft.budget, shortest)
+            if not num_new:
+                draft.missed.append(resident)
+                continue
             start = resident.next_start
             num_new = min(num_new, max(1, self._live.cache.reach(resident.request) - start))
             if start + num_new > resident.room and not self._make_room(resident, start + num_new, draft):
                 draft.missed.append(resident)
                 continue
             self.chunk(resident, start, num_new, draft)
+
+    def share(self, remaining: int, budget: int, shortest_behind: float) -> int:
+        """Tokens of `budget` for a prefill that lacks `remaining`; 0 if it must be whole and is too long."""
+        if self._whole_prompts:
+            return remaining if remaining <= budget else 0
+        return share(remaining, budget, shortest_behind)
 
     def chunk(self, resident: Resident, start: int, num_new: int, draft: Draft) -> None:
         """Write a chunk of prefill into the draft; its blocks are there."""

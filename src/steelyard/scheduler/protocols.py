@@ -34,7 +34,12 @@ class Cost(Protocol):
 
 
 class Batching(Protocol):
-    """When waiting requests may join, and how many tokens a step may have."""
+    """When waiting requests may join, and how many tokens a step may have.
+
+    held_slots  slots that were kept empty by the rule, counted once for each step
+    """
+
+    held_slots: int
 
     def may_join(self, waiting: Sequence[Request], num_running: int, now_ns: int) -> int:
         """How many of `waiting`, which is in order, may be admitted in this pass."""

@@ -54,7 +54,7 @@ class Scheduler:
         self._cost = cost
         self._faults = faults or Faults()
         self._live = Live(cache, self.max_num_seqs)
-        self._planner = Planner(self._live, self._order, self._faults)
+        self._planner = Planner(self._live, self._order, self._faults, options)
         self._joiner = Joiner(self._live, self._planner, options, self._faults)
         self._committer = Committer(self._live, self._faults)
         self._num_added = 0
@@ -161,6 +161,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request is live or a step is in flight."""
         return bool(self._live.requests or self._live.in_flight)
+
+    @property
+    def held_slots(self) -> int:
+        """Slots of ended members that their batch kept, by step; continuous batching keeps none."""
+        return self._batching.held_slots
+
+    def fills_a_batch(self, now_ns: int) -> bool:
+        """Whether nobody runs because a batch is still waited for."""
+        waiting = self._live.waiting.items
+        return bool(waiting) and not self._batching.may_join(waiting, self.num_running, now_ns)
 
     @property
     def counters(self) -> Counters:

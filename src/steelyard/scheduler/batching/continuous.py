@@ -9,6 +9,8 @@ from steelyard.scheduler.protocols import Cost
 
 
 class Continuous:
+    held_slots = 0
+
     def may_join(self, waiting: Sequence[Request], num_running: int, now_ns: int) -> int:
         return len(waiting)
 
