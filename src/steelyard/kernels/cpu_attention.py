@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from steelyard.kernels import cpu_products
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
 from steelyard.kernels.cpu_kv import KvWriter, as_runs
 
@@ -204,6 +205,9 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -
     num_rows, num_heads, num_q, dim = q.shape
     num_kv_heads, visible = k.shape[1], keys.visible
     if _is_plain(spec):
+        if cpu_products.are_faster(q, k.shape[2]):
+            found = cpu_products.attend(q, k, v, spec.scale, visible, keys.is_causal)
+            return found, found.new_empty(0)
         if num_q == 1:
             folded = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
             found = scaled_dot_product_attention(folded, k, v, attn_mask=visible, scale=spec.scale)

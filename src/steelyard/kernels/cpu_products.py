@@ -1,0 +1,58 @@
+"""Attention on a CPU as two products and a softmax, a block of queries at a time. Keys are gathered elsewhere.
+
+    keys      less their mean, which moves all scores of a query alike and so changes no weight
+    scores    [R Hkv, G * QUERIES, keys up to the block's last]   rounded to bfloat16
+    weights   softmax: float32 inside, rounded once
+    out       weights @ v
+
+Without the mean scores are small, and so is their rounding (smoothing K: SageAttention,
+Zhang et al. 2025, section 4.2).
+
+Torch's own attention never writes scores out, but multiplies bfloat16 without the instructions that products have,
+unless the CPU has matrix units (AMX). Where it has none, these are two to three times as fast, at every length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERIES = 128
+"""Queries of a head in one block: its scores stay in a core's cache up to some thousand keys."""
+FEW = 512
+"""Scores of a head, over all rows, below which calls cost more than what they save."""
+
+
+def are_faster(q: Tensor, num_keys: int) -> bool:
+    """Whether products are faster than torch's own attention for q [R, Hq, Q, D] on this CPU."""
+    if q.dtype != torch.bfloat16 or q.shape[0] * q.shape[2] * num_keys < FEW:
+        return False
+    has_products = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return has_products and not torch.cpu._is_amx_tile_supported()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, is_causal: bool) -> Tensor:
+    """q [R, Hq, Q, D], k and v [R, Hkv, K, D]: softmax(scale q k^T + added) v, [R, Hq, Q, D] in q's dtype.
+
+    added      [R, 1, Q, K], 0 or -inf; None: every query sees every key
+    is_causal  instead: query i sees the keys up to i (Q = K)
+    """
+    num_rows, num_heads, num_q, dim = q.shape
+    num_kv_heads, num_keys = k.shape[1], k.shape[2]
+    grouped = (q * scale).reshape(num_rows * num_kv_heads, -1, num_q, dim)
+    k = k - k.mean(dim=2, keepdim=True, dtype=torch.float32).to(k.dtype)
+    k, v = k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    out = torch.empty_like(grouped)
+    later = torch.full((QUERIES, QUERIES), -torch.inf, dtype=q.dtype).triu_(1) if is_causal else None
+    for first in range(0, num_q, QUERIES):
+        last = min(first + QUERIES, num_q)
+        seen = last if is_causal else num_keys
+        queries = grouped[:, :, first:last].reshape(num_rows * num_kv_heads, -1, dim)
+        scores = torch.bmm(queries, k[:, :, :seen]).view(num_rows, num_heads, last - first, seen)
+        if later is not None:
+            scores[..., first:] += later[: last - first, : last - first]
+        elif added is not None:
+            scores += added[:, :, first:last]
+        weights = torch.softmax(scores, -1).view(num_rows * num_kv_heads, -1, seen)
+        out[:, :, first:last] = torch.bmm(weights, v[:, :seen]).view(out.shape[0], -1, last - first, dim)
+    return out.view(q.shape)
