@@ -34,6 +34,7 @@ from steelyard.server.routes.ledger import LedgerRoutes
 from steelyard.server.routes.models import Models
 from steelyard.server.routes.operate import Operate
 from steelyard.server.routes.page import Page
+from steelyard.server.routes.responses import ResponseRoutes, responses
 from steelyard.server.routes.tokenize import detokenize, tokenize
 from steelyard.server.service import Service
 from steelyard.server.tenants import Tenants, load_tenants
@@ -92,10 +93,12 @@ def _splits_reasoning(config: ServerConfig, template: ChatTemplate | None) -> bo
 def create_app(service: Service) -> ASGIApp:
     """The application. Its routes answer errors in OpenAI's shape, those of the router included."""
     health, models, operate, docs = Health(service), Models(service), Operate(service), Docs()
+    kept = ResponseRoutes(service)
     generating = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat_completions,
         "/v1/embeddings": embeddings,
+        "/v1/responses": responses,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
@@ -104,6 +107,8 @@ def create_app(service: Service) -> ASGIApp:
             *(Route(path, Endpoint(service, path, handler), methods=["POST"]) for path, handler in generating.items()),
             Route("/v1/models", models.all),
             Route("/v1/models/{id:path}", models.one),
+            Route("/v1/responses/{id}", kept.get),
+            Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
             Route("/version", models.version),
             Route("/openapi.json", docs.document),
             Route("/docs", docs.page),

@@ -101,7 +101,7 @@ class Edge:
 
 
 def _preflight(headers: dict[bytes, bytes]) -> Iterable[Header]:
-    yield b"access-control-allow-methods", b"GET, POST"
+    yield b"access-control-allow-methods", b"GET, POST, DELETE"
     yield b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"authorization")
     yield b"access-control-max-age", b"600"
 

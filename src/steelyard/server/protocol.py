@@ -15,6 +15,7 @@ from steelyard.errors import InvalidRequest
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What the wire can carry."""
+ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class ToolCallPart(Body, kw_only=True):
 
 
 class Function(Body, kw_only=True):
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -19,6 +19,7 @@ from steelyard.server.ledger import Account, Ledgers
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
 from steelyard.server.protocol import AccountBody, GenerationBody
+from steelyard.server.response_store import ResponseStore
 from steelyard.server.structured import grammar_of
 from steelyard.server.tenants import Tenant, Tenants
 from steelyard.server.terms import Terms
@@ -53,11 +54,13 @@ class Service:
     admission: Admission = field(init=False)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     ledgers: Ledgers = field(init=False)
+    responses: ResponseStore = field(init=False)
     draining: bool = False
     num_in_flight: int = 0
 
     def __post_init__(self) -> None:
         self.ledgers = Ledgers(self.config.ledger_log)
+        self.responses = ResponseStore(self.clock_ns)
         self.admission = Admission(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens, self.clock_ns)
 
     def close_account(self, account: Account) -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: `data: JSON` and an empty line, then exactly one [DONE]. No comments, no names.
+"""Server-sent events as bytes: `data: JSON` and an empty line, then exactly one [DONE]. No comments; names in one API.
 
 A chunk of a stream is a constant prefix, the encoded text, and a suffix: nothing but the text is encoded per event.
 JSON escapes every newline, so a text cannot break the framing.
@@ -21,6 +21,11 @@ encode = msgspec.json.Encoder().encode
 def event(data: bytes) -> bytes:
     """One event of JSON bytes without raw newlines."""
     return b"data: " + data + b"\n\n"
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """One event of /v1/responses, which has names and no [DONE]."""
+    return b"event: " + name.encode() + b"\n" + event(data)
 
 
 class ChunkFormat:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,16 @@ _UNSUPPORTED = unsupported_fields(ChatBody)
 
 async def chat_completions(exchange: Exchange, raw: bytes) -> None:
     """Serve one request; raises SteelyardError for what the client must hear."""
-    service = exchange.service
     body = exchange.decode(_DECODER, raw, _UNSUPPORTED)
+    async with conversation(exchange, body) as (run, dialogue):
+        reply = _Reply(exchange, body, run, dialogue)
+        await (reply.stream() if body.stream else reply.whole())
+
+
+@asynccontextmanager
+async def conversation(exchange: Exchange, body: ChatBody) -> AsyncIterator[tuple[Run, Callable[[], Dialogue]]]:
+    """A chat in the engine's hands, and what reads its choices. Raises SteelyardError before anything is written."""
+    service = exchange.service
     service.check_model(body.model)
     terms = replace(service.terms(exchange.tenant, body), grammar=await service.grammar(body))
     tools = _tools(service, body)
@@ -54,8 +63,7 @@ async def chat_completions(exchange: Exchange, raw: bytes) -> None:
         continues = bool(body.continue_final_message)
         async with Run(exchange, [prompt], sampling, place, continues, reasoning) as run:
             await run.start(terms)
-            reply = _Reply(exchange, body, run, lambda: Dialogue(tools, reasoning, body.parallel_tool_calls is False))
-            await (reply.stream() if body.stream else reply.whole())
+            yield run, lambda: Dialogue(tools, reasoning, body.parallel_tool_calls is False)
 
 
 def _tools(service: Service, body: ChatBody) -> ToolFormat | None:
