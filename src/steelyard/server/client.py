@@ -10,6 +10,7 @@ No socket and no process here: `send` takes messages, `on_messages` gets them, `
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class EngineClient:
         self._clock_ns = clock_ns
         self._stall_limit_ns = int(stall_limit_s * NS)
         self._metrics = metrics
+        self._name = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count(1)
         self._open: dict[str, _Open] = {}
         self._waiting: dict[str, asyncio.Future[Accepted]] = {}
         self._asked: dict[str, asyncio.Future[Any]] = {}
@@ -169,7 +172,7 @@ class EngineClient:
             if terms.grammar:
                 self._send_vocabulary()
             for i, prompt in enumerate(prompts):
-                id = uuid.uuid4().hex
+                id = f"{self._name}-{next(self._numbers)}"
                 collector.ids.append(id)
                 self._open[id] = _Open(collector, i * sampling.n, sampling.n)
                 future = self._waiting[id] = loop.create_future()
@@ -238,7 +241,7 @@ class EngineClient:
     async def ask(self, what: str) -> Any:
         """The engine's answer to `what`: stats, config, memory, check."""
         self._check_alive()
-        id = uuid.uuid4().hex
+        id = f"{self._name}-{next(self._numbers)}"
         self._asked[id] = asyncio.get_running_loop().create_future()
         try:
             self._send(Ask(id, what))

@@ -1,6 +1,7 @@
 """What the engine produced for one HTTP request and its handler has not taken yet, joined per choice.
 
     client --push--> [choice 0: ids...] [choice 1: ids...] --take--> handler
+                '--> sink, while the handler waits: written through without waking it
 
 A handler that is slow finds one longer delta in place of many: what is kept is bounded by the tokens asked for.
 """
@@ -12,10 +13,13 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from steelyard.errors import SteelyardError
 from steelyard.wire.messages import Delta, Finished, Logprob
 
 _WORST_FIRST = ("error", "abort", "deadline", "length", "stop")
+
+
+Sink = Callable[[int, Delta], bool]
+"""Takes a choice's number and its delta, or returns False and leaves it."""
 
 
 @dataclass(slots=True)
@@ -60,17 +64,20 @@ class Collector:
         self.reasons: set[str] = set()
         self._last_token_ns = [0] * self.num_unfinished
         self._pending: dict[int, Update] = {}
-        self._error: SteelyardError | None = None
+        self._error: Exception | None = None
+        self._sink: Sink | None = None
         self._wake = asyncio.Event()
 
     def push(self, index: int, delta: Delta, now_ns: int) -> int:
         """Add a delta of choice `index`; returns nanoseconds since the choice's token before, 0 if it is its first."""
-        update = self._update(index)
-        update.ids += delta.ids
-        self.num_pending += len(delta.ids)
-        if delta.logprobs is not None:
-            update.logprobs += delta.logprobs
-        self._wake.set()
+        sink = self._sink
+        if sink is None or self._pending or not sink(index, delta):
+            update = self._update(index)
+            update.ids += delta.ids
+            self.num_pending += len(delta.ids)
+            if delta.logprobs is not None:
+                update.logprobs += delta.logprobs
+            self._wake.set()
         self.deliveries[index].extend((now_ns - self.arrived_ns, len(delta.ids)))
         before_ns, self._last_token_ns[index] = self._last_token_ns[index], now_ns
         return now_ns - before_ns if before_ns else 0
@@ -90,7 +97,7 @@ class Collector:
         if self.num_held == 0 and self.when_over is not None:
             self.when_over()
 
-    def fail(self, error: SteelyardError) -> None:
+    def fail(self, error: Exception) -> None:
         """No more will come; what is pending is taken first, then `take` raises."""
         self._error = error
         self._wake.set()
@@ -102,13 +109,20 @@ class Collector:
             (reason for reason in ("error", "abort", "deadline", "length", "stop") if reason in self.reasons), "abort"
         )
 
-    async def take(self) -> list[Update]:
-        """Wait for news and take all of it, at most one update a choice. Raises the error given to `fail`."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            self._wake.clear()
-            await self._wake.wait()
+    async def take(self, sink: Sink | None = None) -> list[Update]:
+        """Wait for news and take all of it, at most one update a choice. Raises the error given to `fail`.
+
+        While waiting, deltas go to `sink` first, and those it takes are no news.
+        """
+        self._sink = sink
+        try:
+            while not self._pending:
+                if self._error is not None:
+                    raise self._error
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self._sink = None
         updates = list(self._pending.values())
         self._pending.clear()
         self.num_pending = 0

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from steelyard.errors import InvalidRequest, SteelyardError
 from steelyard.server.errors import HeadTooLarge, RequestTimeout, error_body
 
 ABORT = "steelyard.abort"
 """Name of the ASGI extension: a callable that drops the connection with what is still unsent."""
+WRITE = "steelyard.write"
+"""Another: a callable that writes a piece of a body that has begun, at once; False: it cannot, nothing is written."""
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
@@ -81,9 +84,21 @@ class BoundedHttp(HttpToolsProtocol):
             self._refusal = self._too_large()
             raise ValueError("too large a head")
         super().on_headers_complete()
+        cycle = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            self.scope["extensions"][WRITE] = {"call": partial(self._write, cycle)}
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or InvalidRequest(f"this is not HTTP: {msg}", code="invalid_http"))
+
+    def _write(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
+        """A chunk of a chunked body; an empty piece only asks. A connection that is behind is waited for elsewhere."""
+        over = cycle.response_complete or cycle.disconnected
+        if over or not (cycle.response_started and cycle.chunked_encoding) or self.flow.write_paused:
+            return False
+        if piece:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
     def _expired(self) -> None:
         self._timer = None

@@ -21,7 +21,7 @@ from steelyard.core.timed import State
 from steelyard.errors import SteelyardError
 from steelyard.server import sse
 from steelyard.server.body import ClientGone, declared_bytes, decode, decode_lenient, read_body
-from steelyard.server.connection import ABORT
+from steelyard.server.connection import ABORT, WRITE
 from steelyard.server.errors import RequestTimeout, error_body, error_headers
 from steelyard.server.ledger import Account
 from steelyard.server.service import Service, log
@@ -38,6 +38,8 @@ class Exchange:
     tenant    whose request it is
     headers   of the response, besides the usual ones; may be added to before it begins
     accepted  the engine has taken the request in: from then on it is not a refusal
+    write_now writes complete events of a stream that has begun, without waiting; False: nothing is written, `write`
+              can; with no bytes: whether it would
     """
 
     def __init__(self, service: Service, account: Account, tenant: Tenant, send: Send) -> None:
@@ -48,6 +50,7 @@ class Exchange:
         self.account = account
         self.arrived_ns = account.start_ns
         self.started = False
+        self.write_now: Callable[[bytes], bool] = _cannot
         self._endpoint = account.endpoint
         self._send = send
 
@@ -133,6 +136,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self._service, scope["state"]["account"], scope["state"]["tenant"], send)
         exchange.to(State.HTTP_READ)
+        exchange.write_now = scope.get("extensions", {}).get(WRITE, {}).get("call", _cannot)
         self._service.num_in_flight += 1
         try:
             body = await self._body(scope, receive)
@@ -158,6 +162,10 @@ class Endpoint:
                 return await read_body(receive, declared, config.max_body_bytes)
         except TimeoutError:
             raise RequestTimeout(f"the body did not come within {config.body_timeout_s:g} s") from None
+
+
+def _cannot(events: bytes) -> bool:
+    return False
 
 
 def _drop(scope: Scope) -> None:

@@ -51,6 +51,7 @@ class DrainingServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=int(_CLOSE_S),
             )
         )

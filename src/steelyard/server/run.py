@@ -8,7 +8,7 @@ Ids and logprobs are held back as long as their text is, so that what a stop str
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,13 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.core.timed import State
 from steelyard.errors import RequestFailed
 from steelyard.server.admission import Place
-from steelyard.server.collector import Collector, Update
+from steelyard.server.collector import Collector, Sink, Update
 from steelyard.server.errors import DeadlineExceeded
 from steelyard.server.exchange import Exchange
 from steelyard.server.terms import Prompt, Terms
 from steelyard.text.marks import ReasoningGate
 from steelyard.text.stream import TextStream
-from steelyard.wire.messages import Finished, Logprob
+from steelyard.wire.messages import Delta, Finished, Logprob
 
 
 @dataclass(slots=True)
@@ -88,13 +88,18 @@ class Choice:
             return None
         if update.finished is not None and update.finished.reason == FinishReason.ERROR.value:
             raise RequestFailed(update.finished.message or "the engine could not finish this request")
-        shown = self._shown(update.ids)
-        self.num_tokens += len(update.ids)
-        self._held.ids += update.ids
-        self._held.logprobs += update.logprobs
+        ids = update.ids
+        shown = ids if self._stop_ids.isdisjoint(ids) else self._shown(ids)
+        self.num_tokens += len(ids)
         num_ready = self.num_tokens
-        if self._stream is not None:
-            piece = self._stream.feed(shown)
+        piece = self._stream.feed(shown) if self._stream is not None else None
+        passes = piece is not None and piece.text and piece.stop_string is None and piece.num_shown == num_ready
+        if passes and piece is not None and update.finished is None and not self._held.ids:
+            self._num_sent = num_ready
+            return Chunk(self.index, piece.text, ids, update.logprobs)
+        self._held.ids += ids
+        self._held.logprobs += update.logprobs
+        if piece is not None:
             self._held.text += piece.text
             num_ready = piece.num_shown
             if piece.stop_string is not None:
@@ -191,14 +196,47 @@ class Run:
         tokens.add(sum(len(prompt.ids) for prompt in self._prompts), label, "prompt")
         tokens.add(num_output, label, "generation")
 
-    async def chunks(self) -> AsyncIterator[list[Chunk]]:
-        """Chunks as they come, at most one a choice at a time, until every choice has ended."""
+    async def stream(self, event: Callable[[Chunk], bytes]) -> None:
+        """Write chunks as they come, until every choice has ended; `event`: one as bytes, none if it has no news.
+
+        Once the stream has begun and while its reader keeps up, a delta is written where it arrives: the handler
+        sleeps, and a token costs no turn of the event loop.
+        """
+        exchange = self._exchange
+
+        def through(index: int, delta: Delta) -> bool:
+            if not exchange.write_now(b""):
+                return False
+            try:
+                chunk = self._feed(Update(index, delta.ids, delta.logprobs or []))
+                if chunk is not None and (written := event(chunk)):
+                    exchange.write_now(written)
+            except Exception as error:
+                assert self._collector is not None
+                self._collector.fail(error)
+            return True
+
+        async for chunks in self.chunks(through):
+            if written := b"".join(map(event, chunks)):
+                await exchange.write(written)
+
+    def _feed(self, update: Update) -> Chunk | None:
+        """The chunk that an update makes ready; a stop string in it ends the choice in the engine too."""
+        choice, collector = self._choices[update.index], self._collector
+        assert collector is not None
+        chunk = choice.feed(update)
+        if chunk is not None and choice.end is None and choice.stop_string_keep is not None:
+            self._exchange.service.client.stop_choice(collector, choice.index, choice.stop_string_keep)
+        return chunk
+
+    async def chunks(self, sink: Sink | None = None) -> AsyncIterator[list[Chunk]]:
+        """Chunks as they come, at most one a choice at a time, until every choice has ended; but those `sink` takes."""
         collector = self._collector
         assert collector is not None, "chunks asked for before start"
         client = self._exchange.service.client
         num_open = len(self._choices)
         while num_open:
-            updates = await collector.take()
+            updates = await collector.take(sink)
             self._check_deadline(updates)
             client.resume(collector)
             self._place.release(served=True)
@@ -206,11 +244,8 @@ class Run:
                 self._exchange.to(State.DETOKENIZE, collector.ended_ns)
             ready: list[Chunk] = []
             for update in updates:
-                choice = self._choices[update.index]
-                if chunk := choice.feed(update):
+                if chunk := self._feed(update):
                     ready.append(chunk)
-                    if choice.end is None and choice.stop_string_keep is not None:
-                        client.stop_choice(collector, choice.index, choice.stop_string_keep)
                 num_open -= update.finished is not None
             if collector.ended_ns:
                 self._exchange.to(State.STREAM)

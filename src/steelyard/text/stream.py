@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 from steelyard.core.sampling import SamplingParams
 from steelyard.text.marks import ReasoningGate
 from steelyard.text.stops import Match, StopMatcher
 from steelyard.text.tokenizer import Tokenizer
 
+_Utf8 = cast(type[codecs.BufferedIncrementalDecoder], codecs.getincrementaldecoder("utf-8"))
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+
+class Piece(NamedTuple):
     """What one call adds to an answer.
 
     text         to be shown now
@@ -62,7 +63,7 @@ class TextStream:
         self.gate = gate
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8("replace")
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -92,10 +93,12 @@ class TextStream:
             gate=gate,
         )
 
-    def feed(self, ids: Iterable[int]) -> Piece:
+    def feed(self, ids: Sequence[int]) -> Piece:
         """Takes the next tokens. After a stop string, more tokens are ignored and add nothing."""
         if self._ended:
             return self._ended
+        if self._matcher is None and self.gate is None:
+            return self._plain(ids)
         shown = ""
         for token_id in ids:
             self._num_tokens += 1
@@ -109,6 +112,17 @@ class TextStream:
                 return self._end(shown, text, match)
             shown += self._release(text, self._matcher.held if self._matcher else 0)
         return Piece(shown, None, self._num_tokens, self._num_shown())
+
+    def _plain(self, ids: Sequence[int]) -> Piece:
+        """Without stop strings nothing is held back but half a character, and nothing of the past is looked at."""
+        self._num_tokens += len(ids)
+        token_bytes, hidden = self._tokenizer.token_bytes, self._hidden
+        raw = b"".join([token_bytes(token_id) for token_id in ids if token_id not in hidden])
+        text = raw.decode("ascii") if raw.isascii() and not self._utf8.buffer else self._utf8.decode(raw)
+        if self._drop_space and text:
+            self._drop_space = False
+            text = text.removeprefix(" ")
+        return Piece(text, None, self._num_tokens, self._num_tokens)
 
     def _num_shown(self) -> int:
         """A stop string begins behind what is shown, so the token with the last shown character stays for certain."""

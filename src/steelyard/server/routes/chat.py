@@ -124,10 +124,7 @@ class _Reply:
         include_usage = options is not None and bool(options.include_usage)
         model = self._exchange.service.model_name
         form = sse.ChunkFormat(self._id, "chat.completion.chunk", self._created_s, model, include_usage)
-        async for chunks in self._run.chunks():
-            events = [form.chunk(choice) for chunk in chunks if (choice := self._encoded(chunk))]
-            if events:
-                await self._exchange.write(b"".join(events))
+        await self._run.stream(lambda chunk: form.chunk(choice) if (choice := self._encoded(chunk)) else b"")
         last = form.usage(sse.encode(self._run.usage())) if include_usage else b""
         if self._body.return_ledger:
             last += form.ledger(sse.encode(self._exchange.ledger()))

@@ -110,8 +110,7 @@ class _Reply:
         include_usage = options is not None and bool(options.include_usage)
         model = self._exchange.service.model_name
         form = sse.ChunkFormat(self._id, _OBJECT, self._created_s, model, include_usage)
-        async for chunks in self._run.chunks():
-            await self._exchange.write(b"".join([form.chunk(self._encoded(chunk)) for chunk in chunks]))
+        await self._run.stream(lambda chunk: form.chunk(self._encoded(chunk)))
         last = form.usage(sse.encode(self._run.usage())) if include_usage else b""
         if self._body.return_ledger:
             last += form.ledger(sse.encode(self._exchange.ledger()))
