@@ -10,17 +10,20 @@ from steelyard.kernels.attention import AttnSpec
 from tests.kernels.test_cpu import MIXED, both, problem
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("mask", ["causal", "added", "causal and a window added"])
 @pytest.mark.parametrize("num_q", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("num_before", [0, 45])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_products_equal_float64(num_q: int, is_causal: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_products_equal_float64(num_q: int, num_before: int, mask: str, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(num_q)
-    num_keys = num_q if is_causal else num_q + 45
+    num_keys = num_before + num_q
     q = torch.randn(2, 6, num_q, 24, dtype=dtype)
     k, v = torch.randn(2, 2, 2, num_keys, 24, dtype=dtype)
-    hidden = torch.ones(num_q, num_keys, dtype=torch.bool).triu_(1 + num_keys - num_q)
+    hidden = torch.ones(num_q, num_keys, dtype=torch.bool).triu_(1 + num_before)
+    if "window" in mask:
+        hidden |= torch.ones(num_q, num_keys, dtype=torch.bool).tril_(num_before - 20)
     added = torch.zeros(2, 1, num_q, num_keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    found = cpu_products.attend(q, k, v, 0.2, None if is_causal else added, is_causal)
+    found = cpu_products.attend(q, k, v, 0.2, added if "added" in mask else None, "causal" in mask)
     wide_k, wide_v = (x.double().repeat_interleave(3, dim=1) for x in (k, v))
     scores = (q.double() @ wide_k.transpose(-1, -2) * 0.2).masked_fill_(hidden, -torch.inf)
     assert found.dtype == dtype

@@ -206,7 +206,9 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -
     num_kv_heads, visible = k.shape[1], keys.visible
     if _is_plain(spec):
         if cpu_products.are_faster(q, k.shape[2]):
-            found = cpu_products.attend(q, k, v, spec.scale, visible, keys.is_causal)
+            is_causal = spec.causal and num_rows == 1
+            added = None if is_causal and spec.window is None else visible
+            found = cpu_products.attend(q, k, v, spec.scale, added, is_causal)
             return found, found.new_empty(0)
         if num_q == 1:
             folded = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)

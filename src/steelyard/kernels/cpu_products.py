@@ -34,8 +34,8 @@ def are_faster(q: Tensor, num_keys: int) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, is_causal: bool) -> Tensor:
     """q [R, Hq, Q, D], k and v [R, Hkv, K, D]: softmax(scale q k^T + added) v, [R, Hq, Q, D] in q's dtype.
 
-    added      [R, 1, Q, K], 0 or -inf; None: every query sees every key
-    is_causal  instead: query i sees the keys up to i (Q = K)
+    added      [R, 1, Q, K], 0 or -inf; None: nothing is hidden but by `is_causal`
+    is_causal  the last query sees all keys, each one before it a key less
     """
     num_rows, num_heads, num_q, dim = q.shape
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
@@ -46,13 +46,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, 
     later = torch.full((QUERIES, QUERIES), -torch.inf, dtype=q.dtype).triu_(1) if is_causal else None
     for first in range(0, num_q, QUERIES):
         last = min(first + QUERIES, num_q)
-        seen = last if is_causal else num_keys
+        seen = num_keys - (num_q - last if is_causal else 0)
         queries = grouped[:, :, first:last].reshape(num_rows * num_kv_heads, -1, dim)
         scores = torch.bmm(queries, k[:, :, :seen]).view(num_rows, num_heads, last - first, seen)
         if later is not None:
-            scores[..., first:] += later[: last - first, : last - first]
-        elif added is not None:
-            scores += added[:, :, first:last]
+            scores[..., seen - (last - first) :] += later[: last - first, : last - first]
+        if added is not None:
+            scores += added[:, :, first:last, :seen]
         weights = torch.softmax(scores, -1).view(num_rows * num_kv_heads, -1, seen)
         out[:, :, first:last] = torch.bmm(weights, v[:, :seen]).view(out.shape[0], -1, last - first, dim)
     return out.view(q.shape)
