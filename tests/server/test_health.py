@@ -13,7 +13,7 @@ from steelyard.core.timed import State, Timed
 from steelyard.errors import Overloaded
 from steelyard.server.admission import Admission
 from steelyard.server.ledger import merged_ns
-from steelyard.server.metrics import ENGINE_COUNTERS, Metrics
+from steelyard.server.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
 from steelyard.server.tenants import Tenant
 from tests.server import fake_engine
 from tests.server.served import Served, counter, wait_for
@@ -77,9 +77,13 @@ def test_engine_counters_are_exposed_under_their_names(served: Served) -> None:
     counters = {key: i + 7 for i, key in enumerate(ENGINE_COUNTERS)}
     served.run(served.engine.say, fake_engine.idle(counters=counters, steps=99, running=4, blocks_active=8))
     for key, (name, _) in ENGINE_COUNTERS.items():
-        assert counter(served, name) == (99 if key == "steps" else counters[key])
+        shown = counters[key] / 1e9 if key.endswith("_ns") else counters[key]
+        assert counter(served, name) == (99 if key == "steps" else shown)
     assert counter(served, "vllm:num_requests_running") == 4
     assert counter(served, "vllm:kv_cache_usage_perc") == 8 / fake_engine.NUM_BLOCKS
+    gauges = {key: i + 3 for i, key in enumerate(ENGINE_GAUGES)}
+    served.run(served.engine.say, fake_engine.idle(gauges=gauges))
+    assert {key: counter(served, name) for key, (name, _) in ENGINE_GAUGES.items()} == gauges
 
 
 def test_health_follows_progress_and_costs_no_token(served: Served) -> None:

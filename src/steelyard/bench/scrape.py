@@ -36,7 +36,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "steps": ("steelyard:steps_total",),
     "prefill_chunks": ("steelyard:prefill_chunks_total",),
     "device_s": ("steelyard:step_device_seconds_total",),
+    "step_tokens": ("steelyard:step_tokens_total",),
     "padded_tokens": ("steelyard:padded_tokens_total",),
+    "held_slots": ("steelyard:held_slots_total",),
+    "kv_fragmented": ("steelyard:kv_fragmented_total",),
+    "kv_slack_tokens": ("steelyard:kv_slack_tokens",),
+    "kv_blocks_peak": ("steelyard:kv_blocks_peak",),
+    "kv_largest_run": ("steelyard:kv_largest_run_blocks",),
 }
 """Our word, and what servers have called it, newest first. Counters are summed over labels."""
 

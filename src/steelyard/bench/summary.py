@@ -188,7 +188,7 @@ def server_side(server: ServerSide, records: Sequence[RequestRecord], window: Wi
     return found
 
 
-_GAUGES = ("running", "waiting", "kv_usage")
+_GAUGES = ("running", "waiting", "kv_usage", "kv_slack_tokens", "kv_blocks_peak", "kv_largest_run")
 _COUNTERS = (
     "preemptions",
     "prompt_tokens",
@@ -203,7 +203,10 @@ _COUNTERS = (
     "overshoot_tokens",
     "steps",
     "device_s",
+    "step_tokens",
     "padded_tokens",
+    "held_slots",
+    "kv_fragmented",
 )
 
 

@@ -31,6 +31,7 @@ class BlockPool:
         self._clean = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.num_fragmented = 0  # requests refused although enough blocks were free
+        self.most_active = 0
 
     @property
     def num_free(self) -> int:
@@ -76,6 +77,7 @@ class BlockPool:
                 self.index.remove(block_id)
             self._refs[block_id] = 1
             taken.append(block_id)
+        self.most_active = max(self.most_active, self.num_blocks - self.num_free)
         return taken
 
     def touch(self, block_id: int) -> None:

@@ -66,6 +66,7 @@ class ContiguousPool(BlockPool):
         taken = list(range(first, first + count))
         for block_id in taken:
             self._refs[block_id] = 1
+        self.most_active = max(self.most_active, self.num_blocks - self.num_free)
         return taken
 
     def free(self, block_ids: Iterable[int]) -> int:

@@ -270,6 +270,10 @@ class CacheManager:
         """The most blocks one request could take now, in the scarcest group."""
         return min(pool.largest_run for pool in self._pools)
 
+    def most_active(self) -> int:
+        """The most blocks that requests ever held, all groups together."""
+        return sum(pool.most_active for pool in self._pools)
+
     def num_fragmented(self) -> int:
         """How often a request did not get blocks although enough were free, none in one run."""
         return sum(pool.num_fragmented for pool in self._pools)

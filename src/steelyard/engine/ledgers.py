@@ -49,6 +49,7 @@ class Ledgers:
     def __init__(self, max_rows: int, now_ns: int, measure: Measure | None = None) -> None:
         self.book = StepBook(max_rows, now_ns)
         self.accounts = Accounts(self.book)
+        self.padded_tokens = 0
         self._measure = measure
 
     # hooks
@@ -67,6 +68,7 @@ class Ledgers:
     def committed(self, result: StepResult, now_ns: int, request_at: Callable[[int], Request]) -> None:
         """Before the scheduler commits: its ends must find their costs complete."""
         self.book.committed(result.id, result.timing, now_ns)
+        self.padded_tokens += result.timing.padded_tokens
         for row, _ in result.failed:
             entry = self.book.entries[-1]
             at = [self.book.stays[int(t)].row for t in entry.rows.owners].index(row)

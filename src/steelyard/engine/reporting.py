@@ -40,7 +40,7 @@ def ready(engine: Engine) -> Ready:
 
 def status(engine: Engine) -> Status:
     scheduler, usage = engine.scheduler, engine.cache.usage()
-    counters = scheduler.counters.as_dict()
+    counters = scheduler.counters.as_dict() | _work(engine)
     stalled_ns = engine.stalled_ns(engine.clock_ns())
     detail = f"broken invariant, draining: {engine.broken}" if engine.broken else ""
     if stalled_ns and not detail:
@@ -58,7 +58,24 @@ def status(engine: Engine) -> Status:
         busy=engine.has_work,
         stalled_ns=stalled_ns,
         detail=detail,
+        gauges={
+            "kv_slack_tokens": usage.slack_tokens,
+            "kv_blocks_peak": engine.cache.most_active(),
+            "kv_largest_run": engine.cache.largest_run(),
+        },
     )
+
+
+def _work(engine: Engine) -> dict[str, int]:
+    """What steps computed and what was lost beside it, as counters."""
+    totals = engine.ledgers.book.totals
+    return {
+        "step_device_ns": totals.device_ns,
+        "step_tokens": totals.num_tokens,
+        "padded_tokens": engine.ledgers.padded_tokens,
+        "held_slots": engine.scheduler.held_slots,
+        "kv_fragmented": engine.cache.num_fragmented(),
+    }
 
 
 def delta(event: Emitted) -> Delta:

@@ -30,8 +30,20 @@ ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
     "prefill_chunks": ("steelyard:prefill_chunks_total", "Pieces in which prompts were computed."),
     "forks": ("steelyard:forks_total", "Choices that took over a sibling's prompt."),
     "steps": ("steelyard:steps_total", "Steps run."),
+    "step_device_ns": ("steelyard:step_device_seconds_total", "Device time of steps."),
+    "step_tokens": ("steelyard:step_tokens_total", "Positions that steps computed for requests."),
+    "padded_tokens": ("steelyard:padded_tokens_total", "Positions computed beside them to fill a captured size."),
+    "held_slots": ("steelyard:held_slots_total", "Slots a static batch kept for members that had ended, by step."),
+    "kv_fragmented": ("steelyard:kv_fragmented_total", "Times blocks were free but none in one run, as was needed."),
 }
-"""Key in `Status.counters`: name and help."""
+"""Key in `Status.counters`: name and help. Those that end in _ns are shown in seconds."""
+
+ENGINE_GAUGES: dict[str, tuple[str, str]] = {
+    "kv_slack_tokens": ("steelyard:kv_slack_tokens", "Slots of active blocks that hold no KV."),
+    "kv_blocks_peak": ("steelyard:kv_blocks_peak", "The most blocks that were active at once."),
+    "kv_largest_run": ("steelyard:kv_largest_run_blocks", "The most blocks that one request could take now."),
+}
+"""Key in `Status.gauges`: name and help."""
 
 _QUEUE = frozenset(state.value for state in State if state.value.startswith("wait_"))
 _PREFILL = frozenset({State.PREFILL.value})
@@ -132,7 +144,9 @@ def _engine_lines(status: Status | None, common: str) -> list[str]:
     lines += gauge_line("steelyard:engine_stalled_seconds", "Since a step made progress, if due.", stalled, common)
     for key, (name, help) in ENGINE_COUNTERS.items():
         value = now.steps if key == "steps" else now.counters.get(key, 0)
-        lines += counter_lines(name, help, value, common)
+        lines += counter_lines(name, help, value / NS if key.endswith("_ns") else value, common)
+    for key, (name, help) in ENGINE_GAUGES.items():
+        lines += gauge_line(name, help, now.gauges.get(key, 0), common)
     return lines
 
 
@@ -145,7 +159,18 @@ def _config_lines(info: Ready | None, common: str) -> list[str]:
             ("enable_prefix_caching", str(info.enable_prefix_caching)),
             ("kv_layout", info.kv_layout),
         )
-    return gauge_lines("vllm:cache_config_info", "What the KV cache runs with.", {labels: 1}, common)
+    lines = gauge_lines("vllm:cache_config_info", "What the KV cache runs with.", {labels: 1}, common)
+    every: Labels = ()
+    if info is not None:
+        every = tuple((key, _word(value)) for key, value in sorted(info.config.items()))
+    return lines + gauge_lines("steelyard:config_info", "What the engine runs with.", {every: 1}, common)
+
+
+def _word(value: object) -> str:
+    """A setting as a label's value: as flags are written, an empty word for what is not set."""
+    if value is None:
+        return ""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _seconds(ledger: Mapping[str, int], states: frozenset[str]) -> float:

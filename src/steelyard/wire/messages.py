@@ -171,7 +171,7 @@ class Finished(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """Proof of progress and the gauges of the moment. Counters only grow."""
+    """Proof of progress and the gauges of the moment. Counters only grow; `gauges` are others, by name."""
 
     steps: int
     running: int
@@ -185,6 +185,7 @@ class Status(_Message, frozen=True):
     busy: bool
     stalled_ns: int = 0
     detail: str = ""
+    gauges: dict[str, int] = {}
 
 
 class Answer(_Message, frozen=True):
