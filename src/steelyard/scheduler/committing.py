@@ -94,6 +94,7 @@ class Committer:
                 request.detail = why
                 events.append(live.end(request, FinishReason.ERROR, now_ns))
                 return
+            request.first_token_ns = now_ns
         self._append(resident, out, now_ns, events)
 
     def _pool(self, request: Request, work: RowWork, result: StepResult, now_ns: int, events: list[Event]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import inf
 
 from steelyard.core.request import Request
 from steelyard.core.step import RowEnter
@@ -10,49 +10,150 @@ from steelyard.core.timed import State
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.planning import Draft, Planner
-from steelyard.scheduler.protocols import Faults
+from steelyard.scheduler.protocols import Faults, Order
+from steelyard.scheduler.reserve import Reserve
 from steelyard.scheduler.rows import Resident
+
+_DISPLACED = frozenset({State.PREEMPTED, State.SWAPPED})
 
 
 class Joiner:
-    """Admits in policy order: skips a private obstacle, stops at a shared one. Preempts only what is paused."""
+    """Admits in policy order: skips a private obstacle, stops at a shared one. Preempts what is paused, and what the
+    order lets the head of the queue displace.
 
-    def __init__(self, live: Live, planner: Planner, options: SchedulerOptions, faults: Faults) -> None:
+        queue   L1  L2  L3  s4  L5  s6        L1 at the head is long: s4 and s6 may pass it, with at most half of the
+                |____________^       |        budget; while it lacks a row or blocks, `max_passes` of them and no more
+    """
+
+    def __init__(self, live: Live, planner: Planner, order: Order, options: SchedulerOptions, faults: Faults) -> None:
         self._live = live
         self._planner = planner
+        self._order = order
         self._faults = faults
+        self._reserve = Reserve(live, options.watermark)
         self._refused: tuple[Request | None, int] = (None, 0)
+        self._blocked: tuple[Request | None, State] = (None, State.WAIT_SLOT)
+        self._passes: tuple[Request | None, int] = (None, 0)
+        self._max_passes = options.max_passes
         self._max_upcoming = options.max_upcoming
         self._whole_prompts = options.whole_prompts
         self._may_fork = options.kv_cache  # a step that computes from the first token writes every block
-        self._watermark_blocks = ceil(options.watermark * live.cache.smallest_pool())
 
     def shortest_waiting(self, may_join: int) -> float:
-        """The fewest tokens among the first that may join; infinity if none may."""
+        """The fewest tokens among the first that may join and the short that may pass them; infinity if none may."""
         count = min(may_join, self._live.rows.num_free, self._max_upcoming)
-        return min((len(request.tokens) for request in self._live.waiting.items[:count]), default=inf)
+        upcoming = self._live.waiting.items[:count] + self._passing(may_join)[:1]
+        return min((len(request.tokens) for request in upcoming), default=inf)
 
     def admit(self, draft: Draft, may_join: int) -> None:
         """Move requests from waiting to resident until something shared is in the way; label those that stay."""
         waiting, skipped = self._live.waiting, dict[Request, State]()
         shared: State | None = None
+        self._reserve.observe()
+        may_join -= self._admit_short(draft, may_join)
         at = 0
         while at < len(waiting.items):
             request = waiting.items[at]
             shared = self._shared_obstacle(draft, may_join, len(request.tokens))
-            if shared is None and (private := self._private_obstacle(request)) is not None:
+            private = self._private_obstacle(request) if shared is None else None
+            if shared is None and private is None:
+                behind = waiting.items[at + 1 : at + 1 + self._max_upcoming]
+                obstacle = self._enter(request, draft, min((len(r.tokens) for r in behind), default=inf))
+                shared = State.WAIT_KV if obstacle is State.WAIT_KV else None
+                private = obstacle if shared is None else None
+            if private is not None:
                 skipped[request] = private
                 at += 1
                 continue
-            if shared is None and not self._enter(request, draft, at):
-                shared = State.WAIT_KV
             if shared is not None:
                 if self._displace_paused(shared, draft):
                     at, skipped = 0, {}
                     continue
                 break
             may_join -= 1
+            if self._order.entered(request):
+                self._sort(draft.now_ns)
+                at, skipped = 0, {}
+        head = waiting.items[at] if shared in (State.WAIT_SLOT, State.WAIT_KV) and not draft.pressure else None
+        self._blocked = (head, shared or State.WAIT_SLOT)
         waiting.label(skipped, shared, draft.now_ns)
+
+    def make_way(self, now_ns: int) -> bool:
+        """Preempt running requests that the order ranks below the head of the queue, if that lacked a row or blocks.
+
+        False: there are some, and steps in flight must end first.
+        """
+        head, obstacle = self._blocked
+        if head is None or not head.state.waiting:
+            return True
+        victims = self._victims(head, obstacle, now_ns)
+        if victims and self._live.in_flight:
+            return False
+        for resident in victims:
+            self._live.preempt(resident, now_ns)
+        return True
+
+    def _victims(self, head: Request, obstacle: State, now_ns: int) -> list[Resident]:
+        """The fewest that free what `head` lacks, last in order first; none if all together would not."""
+        rows, cache = self._live.rows, self._live.cache
+        anchor = rows.anchor()
+        below = [
+            r for r in (*rows.decodes, *rows.prefills) if r is not anchor and self._order.may_displace(head, r.request)
+        ]
+        below.sort(key=lambda r: self._order.victim_key(r.request, now_ns), reverse=True)
+        if obstacle is State.WAIT_SLOT:
+            return below[:1]
+        lacking = -(-len(head.tokens) // cache.block_size) + self._reserve.blocks() - cache.free_blocks()
+        for count, resident in enumerate(below, 1):
+            lacking -= resident.room // cache.block_size
+            if lacking <= 0:
+                return below[:count]
+        return []
+
+    def _passing(self, may_join: int) -> list[Request]:
+        """Short prompts that may go before the long one at the head of the queue, which was not running before."""
+        waiting = self._live.waiting
+        if may_join <= 0 or not waiting.short or not self._live.rows.num_free:
+            return []
+        head = waiting.items[0]
+        if waiting.is_short(head) or head.state in _DISPLACED:
+            return []
+        if self._blocked[0] is head and self._passes[0] is head and self._passes[1] >= self._max_passes:
+            return []
+        near = waiting.short[: self._max_upcoming]
+        return [r for r in near if self._order.may_pass(r, head) and self._private_obstacle(r) is None]
+
+    def _admit_short(self, draft: Draft, may_join: int) -> int:
+        """Admit short prompts before a long one, for at most half of the budget; returns how many."""
+        if draft.pressure or self._planner.draining:
+            return 0
+        passing = self._passing(may_join)
+        head = self._live.waiting.items[0]
+        kept, count = draft.budget // 2, 0
+        for request in passing:
+            is_scarce = self._blocked[0] is head
+            passes = self._passes[1] if self._passes[0] is head else 0
+            if count == may_join or not self._live.rows.num_free or (is_scarce and passes >= self._max_passes):
+                break
+            if len(request.tokens) > kept:
+                continue
+            obstacle = self._enter(request, draft, inf)
+            if obstacle is State.WAIT_KV:
+                break
+            if obstacle is None:
+                kept -= len(request.tokens)
+                count += 1
+                self._passes = (head, passes + is_scarce)
+                if self._order.entered(request):
+                    self._sort(draft.now_ns)
+        return count
+
+    def _sort(self, now_ns: int) -> None:
+        """The order has changed its mind about those that wait."""
+        waiting = self._live.waiting
+        for request in waiting.items:
+            request.order_key = (*self._order.key(request, now_ns), request.order_key[-1])
+        waiting.sort()
 
     def _shared_obstacle(self, draft: Draft, may_join: int, num_tokens: int) -> State | None:
         if draft.pressure:
@@ -84,27 +185,51 @@ class Joiner:
         self._live.preempt(rows.paused[-1], draft.now_ns)
         return True
 
-    def _enter(self, request: Request, draft: Draft, at: int) -> bool:
-        """Give `request` a row, blocks and a chunk; False with nothing changed if there are no blocks."""
+    def _enter(self, request: Request, draft: Draft, shortest_behind: float) -> State | None:
+        """Give `request` a row, blocks and a chunk; else why not, with nothing changed."""
         live, parent = self._live, request.fork_of
-        spare = self._watermark_blocks if live.rows.num_running else 0
+        spare = self._reserve.blocks()
+        if self._refused == (request, live.cache.num_releases):
+            return State.WAIT_KV  # nothing was freed since it did not fit: its prefix is not looked up again
         if not self._faults.before_allocate(request, len(request.tokens)):
-            return False
+            return State.WAIT_KV
         request.row = live.rows.next_free()
         fork_at = request.prompt_len - 1
         if parent is not None and fork_at and self._may_fork and live.cache.can_fork(parent, fork_at):
             num_new = self._fork(parent, request, spare, draft)
         else:
-            num_new = self._match(request, spare, draft, at)
+            hit = live.cache.match(request)
+            if self._is_coming(request, hit):
+                request.row = -1
+                return State.WAIT_POLICY
+            num_new = self._take(
+                request,
+                hit,
+                self._planner.share(len(request.tokens) - hit, draft.budget, shortest_behind),
+                spare,
+                draft,
+            )
         if not num_new:
             request.row = -1
-            return False
+            return State.WAIT_KV
         request.fork_of = None
         resident = live.enter(request, draft.now_ns)
         resident.room = live.cache.room(request)
         draft.enter.append(_row_enter(resident))
         self._planner.chunk(resident, request.num_computed, num_new, draft)
-        return True
+        return None
+
+    def _is_coming(self, request: Request, hit_tokens: int) -> bool:
+        """Whether a step that is planned or in flight fills the next block `request` could share: it waits for that."""
+        cache, rows = self._live.cache, self._live.rows
+        index, end = hit_tokens // cache.block_size, hit_tokens + cache.block_size
+        if not cache.enable_prefix_caching or request.wants_every_position or end >= len(request.tokens):
+            return False
+        key = request.block_hashes[index]
+        return any(
+            r.request.num_computed < end <= r.next_start and r.request.block_hashes[index : index + 1] == [key]
+            for r in (*rows.prefills, *rows.decodes)
+        )
 
     def _fork(self, parent: Request, request: Request, spare: int, draft: Draft) -> int:
         """Share the sibling's prompt but for its last token, which the request computes itself."""
@@ -123,14 +248,9 @@ class Joiner:
         self._live.counters.forks += 1
         return 1
 
-    def _match(self, request: Request, spare: int, draft: Draft, at: int) -> int:
+    def _take(self, request: Request, hit: int, num_new: int, spare: int, draft: Draft) -> int:
         """Take what is cached of the request, and blocks for all that is known of it."""
         cache, known = self._live.cache, len(request.tokens)
-        if self._refused == (request, cache.num_releases):
-            return 0  # nothing was freed since it did not fit: its prefix is not looked up again
-        hit = cache.match(request)
-        behind = self._live.waiting.items[at + 1 : at + 1 + self._max_upcoming]
-        num_new = self._planner.share(known - hit, draft.budget, min((len(r.tokens) for r in behind), default=inf))
         edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         while edits is None and cache.has_windows and num_new > 1 and not self._whole_prompts:
             num_new //= 2

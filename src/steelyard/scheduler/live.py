@@ -33,10 +33,10 @@ class Flight:
 class Live:
     """All that changes while requests are served, in one place."""
 
-    def __init__(self, cache: CacheManager, max_rows: int) -> None:
+    def __init__(self, cache: CacheManager, max_rows: int, short_len: int) -> None:
         self.cache = cache
         self.rows = Rows(max_rows)
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(short_len)
         self.gaps = GapMeter()
         self.counters = Counters()
         self.in_flight: deque[Flight] = deque()

@@ -12,6 +12,8 @@ class SchedulerOptions:
     overlap              step N + 1 may be scheduled while step N is in flight
     watermark            share of the pool that stays free when a request is admitted beside others
     max_upcoming         how many waiting requests a pass looks at to share the budget
+    short_share          a prompt of at most this share of the budget is short: it need not wait behind long ones
+    max_passes           short prompts that may go before a long one that lacks a row or blocks
     chunked_prefill      False: a prompt is computed in one step or waits
     kv_cache             False: every step computes its sequences from their first token; no prompt is chunked then
     """
@@ -21,6 +23,8 @@ class SchedulerOptions:
     overlap: bool = False
     watermark: float = 0.01
     max_upcoming: int = 8
+    short_share: float = 0.25
+    max_passes: int = 4
     chunked_prefill: bool = True
     kv_cache: bool = True
 

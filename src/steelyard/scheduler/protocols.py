@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from steelyard.core.request import Request
+from steelyard.scheduler.rows import Resident
 
 
 class Order(Protocol):
     """Who goes first. Lower keys first; ties are broken by arrival.
 
     `changes`: keys depend on the time or on charges, so the queue is sorted again before each pass.
+    `weighs`: `charge` is to be called after each step.
     """
 
     changes: bool
+    weighs: bool
 
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]: ...
 
     def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
         """The running request with the highest key is preempted first."""
+        ...
+
+    def activate(self, tenant: str, weight: float, others: Collection[str]) -> None:
+        """A tenant without a waiting request is about to have one; `others` have some."""
+        ...
+
+    def budget(self, decodes: Sequence[Resident], most: int, now_ns: int) -> int:
+        """Tokens for the next step, beside these decodes; `most` unless there is a reason for fewer."""
+        ...
+
+    def entered(self, request: Request) -> bool:
+        """A request took a row. True: the keys of those that wait have changed."""
+        ...
+
+    def charge(self, tenant: str, amount_ns: int, num_tokens: int) -> None:
+        """A step cost `tenant` device time for tokens that were not computed before."""
+        ...
+
+    def may_displace(self, waiting: Request, running: Request) -> bool:
+        """Whether `running` is preempted so that `waiting`, the head of the queue, can run."""
+        ...
+
+    def may_pass(self, short: Request, head: Request) -> bool:
+        """Whether a short prompt may run before the long one at the head of the queue."""
         ...
 
 

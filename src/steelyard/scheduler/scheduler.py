@@ -53,9 +53,9 @@ class Scheduler:
         self._batching = batching or Continuous()
         self._cost = cost
         self._faults = faults or Faults()
-        self._live = Live(cache, self.max_num_seqs)
+        self._live = Live(cache, self.max_num_seqs, int(options.short_share * self.max_num_batched_tokens))
         self._planner = Planner(self._live, self._order, self._faults, options)
-        self._joiner = Joiner(self._live, self._planner, options, self._faults)
+        self._joiner = Joiner(self._live, self._planner, self._order, options, self._faults)
         self._committer = Committer(self._live, self._faults)
         self._num_added = 0
         self._next_step_id = 1
@@ -76,6 +76,9 @@ class Scheduler:
             request.to(State.ENDED, now_ns)
             raise
         self._num_added += 1
+        tenants = self._live.waiting.tenants
+        if request.tenant not in tenants:
+            self._order.activate(request.tenant, request.weight, tenants.keys())
         request.order_key = (*self._order.key(request, now_ns), self._num_added)
         self._live.add(request)
 
@@ -120,9 +123,13 @@ class Scheduler:
         num_running = live.rows.num_running
         if self._order.changes:
             self._sort_again(now_ns)
+        if not self._joiner.make_way(now_ns):
+            planner.draining = True
+            return None
         budget = self._batching.budget(num_running, now_ns, self._cost)
         limit = self.max_num_batched_tokens
-        draft = Draft(now_ns, limit if budget is None else min(budget, limit))
+        limit = limit if budget is None else min(budget, limit)
+        draft = Draft(now_ns, self._order.budget(live.rows.decodes, limit, now_ns))
         waiting = live.waiting.items
         may_join = self._batching.may_join(waiting, num_running, now_ns) if waiting else 0
         planner.decodes(draft)
@@ -140,6 +147,15 @@ class Scheduler:
     def commit(self, result: StepResult, now_ns: int) -> list[Event]:
         """Take in the result of the oldest step in flight."""
         return self._committer.commit(result, now_ns)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the order is to be told by `charge` what each step cost."""
+        return self._order.weighs
+
+    def charge(self, tenant: str, amount_ns: int, num_tokens: int) -> None:
+        """A step cost a tenant device time for tokens that were not computed before."""
+        self._order.charge(tenant, amount_ns, num_tokens)
 
     # views
 

@@ -13,27 +13,45 @@ _by_key = attrgetter("order_key")
 
 
 class WaitingQueue:
-    """Sorted by `order_key`. A preempted request goes back to its old place and stays PREEMPTED while it waits."""
+    """Sorted by `order_key`. A preempted request goes back to its old place and stays PREEMPTED while it waits.
 
-    def __init__(self) -> None:
+    short       those of at most `short_len` known tokens, in the same order
+    tenants     how many requests of each tenant wait; only of those that have some
+    """
+
+    def __init__(self, short_len: int) -> None:
         self.items: list[Request] = []
+        self.short: list[Request] = []
+        self.tenants: Counter[str] = Counter()
+        self._short_len = short_len
         self._shared: State | None = None
         self._num_unlabelled = 0
 
     def __len__(self) -> int:
         return len(self.items)
 
+    def is_short(self, request: Request) -> bool:
+        return len(request.tokens) <= self._short_len
+
     def push(self, request: Request) -> None:
-        insort(self.items, request, key=_by_key)
+        for items in self._lists_of(request):
+            insort(items, request, key=_by_key)
+        self.tenants[request.tenant] += 1
         self._num_unlabelled += 1
 
     def remove(self, request: Request) -> None:
-        at = bisect_left(self.items, request.order_key, key=_by_key)
-        assert self.items[at] is request
-        del self.items[at]
+        for items in self._lists_of(request):
+            at = bisect_left(items, request.order_key, key=_by_key)
+            assert items[at] is request
+            del items[at]
+        self.tenants[request.tenant] -= 1
+        if not self.tenants[request.tenant]:
+            del self.tenants[request.tenant]
 
     def sort(self) -> None:
+        """Order keys have changed."""
         self.items.sort(key=_by_key)
+        self.short.sort(key=_by_key)
 
     def label(self, skipped: dict[Request, State], shared: State | None, now_ns: int) -> None:
         """Record why each request waits: `skipped` for private reasons, the others for the `shared` one.
@@ -51,6 +69,9 @@ class WaitingQueue:
 
     def by_reason(self) -> dict[str, int]:
         return dict(Counter(request.state.value for request in self.items))
+
+    def _lists_of(self, request: Request) -> tuple[list[Request], ...]:
+        return (self.items, self.short) if self.is_short(request) else (self.items,)
 
     @staticmethod
     def _set(request: Request, reason: State, now_ns: int) -> None:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from steelyard.core.request import Emitted, Ended, Event, Request
-from steelyard.core.step import Runner, Step, StepPlan
+from steelyard.core.step import Runner, Step, StepPlan, StepResult
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.clock import VirtualClock
+
+
+class Books(Protocol):
+    """The ledgers, as the engine tells them; see `engine.ledgers`."""
+
+    def opened(self, request: Request, was_idle: bool) -> None: ...
+
+    def launched(self, plan: StepPlan, request_at: Callable[[int], Request]) -> None: ...
+
+    def committed(self, result: StepResult, now_ns: int, request_at: Callable[[int], Request]) -> None: ...
+
+    def charge(self, charge: Callable[[str, int, int], None]) -> None: ...
 
 
 class Simulation:
@@ -18,6 +31,7 @@ class Simulation:
     step_ns      device time of a plan, added before it is collected
     outputs      generated ids by request key, as emitted;  ended: requests in the order of their `Ended` events
     plans        every plan launched, in order
+    books        kept as the engine keeps them; they charge tenants under an order that weighs
     """
 
     def __init__(
@@ -28,6 +42,7 @@ class Simulation:
         *,
         host_ns: int = 100,
         step_ns: Callable[[StepPlan], int] = lambda plan: 0,
+        books: Books | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -35,11 +50,14 @@ class Simulation:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ended: list[Request] = []
         self.plans: list[StepPlan] = []
+        self.books = books
         self._host_ns = host_ns
         self._step_ns = step_ns
         self._launched: deque[tuple[StepPlan, Step]] = deque()
 
     def add(self, request: Request) -> None:
+        if self.books is not None:
+            self.books.opened(request, not self.scheduler.has_work)
         self.scheduler.add(request, self.clock())
         self.outputs[request.key] = []
 
@@ -56,6 +74,8 @@ class Simulation:
         plan = self.scheduler.schedule(self.clock())
         if plan is not None:
             self.plans.append(plan)
+            if self.books is not None:
+                self.books.launched(plan, self.scheduler.request_at)
             self._launched.append((plan, self.runner.launch(plan)))
         return plan
 
@@ -65,7 +85,12 @@ class Simulation:
             return False
         plan, step = self._launched.popleft()
         self.clock.advance(self._step_ns(plan))
-        self.take(self.scheduler.commit(self.runner.collect(step), self.clock()))
+        result, now_ns = self.runner.collect(step), self.clock()
+        if self.books is not None:
+            self.books.committed(result, now_ns, self.scheduler.request_at)
+            if self.scheduler.weighs:
+                self.books.charge(self.scheduler.charge)
+        self.take(self.scheduler.commit(result, now_ns))
         return True
 
     def take(self, events: list[Event]) -> None:
