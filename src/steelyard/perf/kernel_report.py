@@ -77,12 +77,12 @@ def to_html(report: Report) -> str:
     parts = []
     for title, rows in groups.items():
         charts = [
-            _chart("TFLOP/s", rows, lambda r: r.tflops),
-            _chart("extra memory, MiB", rows, lambda r: r.extra_bytes / 2**20 if r.extra_bytes else None),
-            _chart("milliseconds", rows, lambda r: r.ms),
+            chart("TFLOP/s", rows, lambda r: r.tflops),
+            chart("extra memory, MiB", rows, lambda r: r.extra_bytes / 2**20 if r.extra_bytes else None),
+            chart("milliseconds", rows, lambda r: r.ms),
         ]
         if rows[0].case.kind == "decode":
-            charts[0] = _chart("TB/s of KV and operands", rows, lambda r: r.tb_per_s)
+            charts[0] = chart("TB/s of KV and operands", rows, lambda r: r.tb_per_s)
         parts.append(f"<h2>{html.escape(title)}</h2><div class=row>{''.join(charts)}</div>")
     gpu = report.environment.get("gpu") or {}
     machine = gpu.get("name") or report.environment["cpu"]["name"]
@@ -114,7 +114,7 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def _chart(label: str, rows: list[Row], value: Callable[[Row], float | None]) -> str:
+def chart(label: str, rows: list[Row], value: Callable[[Row], float | None]) -> str:
     """An SVG of a value over the number of keys, both axes logarithmic, a line an attention."""
     series: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
@@ -137,7 +137,7 @@ def _chart(label: str, rows: list[Row], value: Callable[[Row], float | None]) ->
     marks = [_text(WIDTH / 2, 16, label, "middle", "t")]
     for decade in range(low, high + 1):
         _, y = at(xs[0], 10.0**decade)
-        marks.append(f'<line class=g x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(f'<line class="g" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         marks.append(_text(LEFT - 6, y + 4, f"{10.0**decade:g}", "end"))
     marks += [_text(at(x, ys[0])[0], HEIGHT - BOTTOM + 16, str(x), "middle") for x in xs]
     for number, (name, line) in enumerate(series.items()):
