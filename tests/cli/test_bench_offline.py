@@ -9,7 +9,7 @@ import pytest
 
 from steelyard.cli.main import main
 from steelyard.perf import workloads
-from steelyard.plan.fit import read_records
+from steelyard.plan.records import read_records
 from tests import tiny_model
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.core.step import RowWork, StepPlan, StepTiming, Want
 from steelyard.perf.steps import append_jsonl, record, thin
-from steelyard.plan.fit import StepRecord, read_records
+from steelyard.plan.records import StepRecord, read_records
 
 PLAN = StepPlan(
     7,

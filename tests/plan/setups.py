@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from steelyard.plan.calibration import Calibration, generic
 from steelyard.plan.costs import Setup
 from steelyard.plan.device import Device, find_device
-from steelyard.plan.fit import Calibration, generic
 from steelyard.plan.formats import weight_format
 from steelyard.plan.memory import GIB, KvPools
 from steelyard.plan.presets import preset_config
@@ -34,4 +34,4 @@ def make_service(
 
 def exact(roofline: Roofline) -> Calibration:
     """No inefficiency and no fixed cost."""
-    return Calibration(Rates.datasheet(roofline.setup.device), 0.0, 1.0, 1.0, 1.0, "exact")
+    return Calibration(Rates.datasheet(roofline.setup.device), 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, "exact")

@@ -186,8 +186,9 @@ def test_fit_is_ready_for_kept_records(capsys: pytest.CaptureFixture[str], tmp_p
     write_records(shown, single(128, 40) + single(4096, 40) + batch(256, 64, 64), "short")
     write_records(hidden, batch(4096, 64, 16), "long")
     found = data(capsys, f"plan fit llama-3-8b --device H200 --records {shown} --held-out {hidden}")
-    assert found["coefficients"]["weights"] == pytest.approx(TRUE.weights, rel=1e-3)
-    assert found["errors"]["long"]["mean_abs"] < 1e-3
+    assert found["coefficients"]["arithmetic"] == pytest.approx(TRUE.arithmetic, rel=0.02)
+    assert found["errors"]["long"]["mean_abs"] < 0.01
+    assert found["errors"]["long"]["throughput"] == pytest.approx(-found["errors"]["long"]["total"], abs=1e-3)
     assert found["errors"]["long"]["under_floor"] == 0
     planned = data(capsys, f"plan llama-3-8b --device H200 --records {shown}")
     assert planned["calibration"]["source"].startswith("fitted to")

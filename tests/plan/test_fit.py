@@ -11,25 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.errors import StartError
+from steelyard.plan.calibration import Calibration, generic
 from steelyard.plan.costs import Chunk, Setup, decode, prefill
-from steelyard.plan.device import Ceilings, find_device
-from steelyard.plan.fit import (
-    Calibration,
-    StepRecord,
-    default_calibration,
-    evaluate,
-    features,
-    fit,
-    generic,
-    read_records,
-)
-from steelyard.plan.formats import weight_format
-from steelyard.plan.presets import preset_config
+from steelyard.plan.device import Ceilings
+from steelyard.plan.fit import LEAST_EFFICIENCY, evaluate, fit, solve_linear
+from steelyard.plan.records import StepRecord
 from steelyard.plan.roofline import Rates, Roofline
-from steelyard.plan.shape import ModelShape
+from tests.plan.setups import make_roofline
 
-ROOF = Roofline(Setup(ModelShape.from_config(preset_config("llama-3-8b")), find_device("h200"), weight_format("bf16")))
-TRUE = Calibration(Rates.datasheet(ROOF.setup.device), 4e-4, 1.42, 1.2, 1.9, "the truth")
+ROOF = make_roofline()
+TRUE = Calibration(Rates.datasheet(ROOF.setup.device), 4e-4, 0.6, 1.5, 1.25, 1.15, 1.7, "the truth")
 
 
 def single(prompt: int, count: int) -> list[tuple[Chunk, ...]]:
@@ -71,7 +62,39 @@ def write_records(path: Path, steps: list[tuple[Chunk, ...]], workload: str) -> 
 
 def test_the_coefficients_that_made_the_data_are_found_again() -> None:
     kept = records(single(128, 64) + single(4096, 64) + batch(256, 128, 128), "all")
-    assert fit(ROOF, kept).coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+    found = fit(ROOF, kept)
+    assert found.coefficients[2:] == pytest.approx(TRUE.coefficients[2:], rel=0.1)
+    assert found.step_s == pytest.approx(TRUE.step_s, rel=0.1)
+    for step in (decode(64, 4096), prefill(4096), decode(1, 4096), (*decode(200, 100), *prefill(512))):
+        assert found.estimate(ROOF, step).seconds == pytest.approx(TRUE.estimate(ROOF, step).seconds, rel=0.01)
+
+
+def test_a_thousand_equal_steps_count_as_one_observation() -> None:
+    """The data disagree with themselves: lone steps are 12 % slower, and there may be any number of them."""
+    others = records(batch(256, 128, 128), "short-short")
+    slow = [StepRecord(r.chunks, r.device_s * 1.12) for r in records(single(128, 64), "single")]
+    few, many = fit(ROOF, slow[:8] + others), fit(ROOF, slow * 20 + others)
+    for step in (decode(128, 300), prefill(2048)):
+        assert many.estimate(ROOF, step).seconds == pytest.approx(few.estimate(ROOF, step).seconds, rel=0.01)
+
+
+def test_a_dip_of_some_row_counts_does_not_pass_for_the_price_of_kv() -> None:
+    """Products are 25 % slower at every second number of rows, as where tiles do not fit, and contexts are short."""
+    steps = single(128, 64) + batch(256, 256, 128) + [decode(b, 320) for b in range(8, 128, 4)]
+    kept = [
+        StepRecord(r.chunks, r.device_s * (1.25 if i % 2 and len(r.chunks) == 1 and r.chunks[0].count > 1 else 1.0))
+        for i, r in enumerate(records(steps, "short"))
+    ]
+    found = fit(ROOF, kept)
+    assert found.kv == pytest.approx(TRUE.kv, rel=0.15)
+    far = decode(128, 4096)
+    assert found.estimate(ROOF, far).seconds == pytest.approx(TRUE.estimate(ROOF, far).seconds, rel=0.15)
+
+
+def test_an_outlier_is_not_followed() -> None:
+    kept = records(single(128, 64) + batch(256, 128, 128), "all")
+    spoiled = [StepRecord(r.chunks, r.device_s * (10.0 if i == 100 else 1.0)) for i, r in enumerate(kept)]
+    assert fit(ROOF, spoiled).coefficients == pytest.approx(fit(ROOF, kept).coefficients, rel=0.02)
 
 
 def test_fitted_on_single_and_short_short_it_predicts_the_others_within_ten_percent() -> None:
@@ -99,83 +122,48 @@ def test_steps_under_the_floor_are_counted() -> None:
 def test_a_term_that_never_occurs_keeps_its_generic_coefficient() -> None:
     kept = records([decode(b, c) for b in (1, 16, 64, 200) for c in (128, 1000, 4000)], "decode")
     found = fit(ROOF, kept)
-    assert found.attention == generic(ROOF).attention
-    assert found.coefficients[:3] == pytest.approx(TRUE.coefficients[:3], rel=1e-6)
+    assert found.attention == pytest.approx(generic(ROOF).attention)
+    assert found.kv == pytest.approx(TRUE.kv, rel=0.05)
+
+
+def test_what_records_cannot_tell_apart_stays_near_the_ceilings() -> None:
+    """One kind of step cannot say what is KV and what are weights: each keeps the measured machine's share."""
+    device = ROOF.setup.device.with_ceilings(Ceilings(7e14, 5.3e14, 3.4e12, 4.1e12, 4.2e12, 3e-4))
+    measured = Roofline(Setup(ROOF.setup.shape, device, ROOF.setup.weights))
+    kept = [StepRecord(decode(64, 2048), measured.reach(decode(64, 2048)).seconds * 1.3)] * 10
+    found = fit(measured, kept)
+    assert found.rates == Rates.measured(device)
+    assert all(1.0 <= c < 1.5 for c in found.coefficients[2:])
+    assert found.estimate(measured, decode(64, 2048)).seconds == pytest.approx(kept[0].device_s, rel=0.02)
 
 
 def test_data_that_cannot_tell_terms_apart_still_fits_itself() -> None:
     kept = records([decode(1, 100)] * 10, "one")
-    found = fit(ROOF, kept)
-    assert all(c >= 0 for c in found.coefficients)
-    assert found.estimate(ROOF, decode(1, 100)).seconds == pytest.approx(kept[0].device_s, rel=1e-6)
+    assert fit(ROOF, kept).estimate(ROOF, decode(1, 100)).seconds == pytest.approx(kept[0].device_s, rel=0.02)
 
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20, deadline=None)
-def test_coefficients_are_never_negative_whatever_the_data(seed: int) -> None:
+def test_efficiencies_are_those_of_a_machine_whatever_the_data(seed: int) -> None:
     rng = random.Random(seed)
     steps = [decode(rng.randint(1, 64), rng.randint(1, 4096)) for _ in range(12)]
-    kept = [StepRecord(s, rng.uniform(1e-4, 1e-1)) for s in steps]
-    assert all(c >= 0 for c in fit(ROOF, kept).coefficients)
+    steps += [prefill(rng.randint(2, 4096)) for _ in range(3)]
+    found = fit(ROOF, [StepRecord(s, rng.uniform(1e-5, 1e-1)) for s in steps])
+    assert all(1.0 - 1e-9 <= c <= 1.0 / LEAST_EFFICIENCY + 1e-9 for c in found.coefficients[2:])
+    assert 0.0 < found.lone <= 1.0 and 0.0 < found.step_s <= 1.0
+    for step in steps:
+        assert found.estimate(ROOF, step).seconds > ROOF.floor(step).seconds
 
 
-def test_terms_sum_to_the_estimate_and_are_smooth_at_the_ridge() -> None:
-    for step in (decode(1, 10), decode(200, 500), prefill(256), (*decode(64, 900), *prefill(512))):
-        estimate = TRUE.estimate(ROOF, step)
-        assert sum(TRUE.terms(ROOF, step).values()) == pytest.approx(estimate.seconds)
-        assert estimate.seconds > ROOF.floor(step).seconds
-    at_ridge = features(ROOF, prefill(206), TRUE.rates)[1] / ROOF.step(prefill(206)).parts[0].seconds
-    far = features(ROOF, prefill(4096), TRUE.rates)[1] / ROOF.step(prefill(4096)).parts[0].seconds
-    assert at_ridge > 1.15
-    assert 1.0 <= far < 1.01
-
-
-def test_ceilings_are_the_default_where_measured() -> None:
-    assert default_calibration(ROOF).source.startswith("generic")
-    device = ROOF.setup.device.with_ceilings(Ceilings(7e14, 5.3e14, 3.4e12, 4.1e12, 4.2e12, 3e-4))
-    measured = Roofline(Setup(ROOF.setup.shape, device, ROOF.setup.weights))
-    found = default_calibration(measured)
-    assert found.step_s == 3e-4
-    assert found.estimate(measured, decode(1, 384)).ms == pytest.approx(4.41 + 0.012 + 0.3, rel=0.01)
-
-
-def test_generic_coefficients_are_near_what_vllm_does_on_an_h200() -> None:
-    """4.87 to 4.99 ms a token, and 98 to 102 ms for a prompt of 4,096, were measured with vLLM 0.24."""
-    calibration = generic(ROOF)
-    assert calibration.estimate(ROOF, decode(1, 256)).ms == pytest.approx(4.9, rel=0.15)
-    assert calibration.estimate(ROOF, prefill(4096)).ms == pytest.approx(100, rel=0.15)
-
-
-def test_records_are_read_from_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    rows = [
-        {"device_ns": 4_000_000, "chunks": [[1, 300, 7], [256, 512, 1, 0]], "workload": "w"},
-        {"device_ns": 5_000_000, "decode_rows": 3, "context_sum": 1000},
-        {"device_ns": 6_000_000, "prefill_tokens": 513, "prefill_rows": 2, "prefill_context_sum": 1000},
-    ]
-    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
-    first, second, third = read_records(path)
-    assert first == StepRecord((Chunk(1, 300, 7), Chunk(256, 512, 1, 0)), 0.004, "w")
-    assert sum(c.context_len * c.count for c in second.chunks) == 1000
-    assert sum(c.num_new * c.count for c in third.chunks) == 513
-
-
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        ('{"decode_rows": 1, "context_sum": 5}', "device_ns"),
-        ('{"device_ns": 5}', "without work"),
-        ('{"device_ns": 5, "decode_rows": 4, "context_sum": 3}', "context_sum"),
-        ('{"device_ns": 5, "chunks": [[5, 3]]}', "chunks"),
-        ("[1]", "no JSON object"),
-        ("{", "line 2 is no JSON"),
-    ],
-)
-def test_a_bad_record_names_its_line_and_field(tmp_path: Path, line: str, field: str) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_text('{"device_ns": 5, "decode_rows": 1, "context_sum": 5}\n' + line)
-    with pytest.raises(StartError, match=f"line 2.*{field}|{field}"):
-        read_records(path)
+@given(st.integers(0, 2**32), st.integers(1, 6))
+@settings(max_examples=30, deadline=None)
+def test_linear_systems_are_solved(seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    half = [[rng.uniform(-1, 1) for _ in range(size)] for _ in range(size)]
+    matrix = [[sum(half[k][i] * half[k][j] for k in range(size)) + (i == j) for j in range(size)] for i in range(size)]
+    wanted = [rng.uniform(-10, 10) for _ in range(size)]
+    vector = [sum(a * x for a, x in zip(row, wanted)) for row in matrix]
+    assert solve_linear(matrix, vector) == pytest.approx(wanted)
 
 
 def test_too_few_records_are_refused() -> None:

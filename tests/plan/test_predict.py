@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.plan.calibration import generic
 from steelyard.plan.costs import Chunk, decode
-from steelyard.plan.fit import generic
 from steelyard.plan.predict import PredictedCost
 from steelyard.scheduler.protocols import Cost
 from tests.plan.setups import make_roofline

@@ -21,9 +21,9 @@ from typing import Any
 from steelyard.cli import plan_text, plan_topics
 from steelyard.errors import StartError
 from steelyard.plan.device import Device, ceilings_toml, find_device
-from steelyard.plan.fit import read_records
 from steelyard.plan.models import PlannedModel, find_model
 from steelyard.plan.planner import BATCHES, Options, Plan, make_plan
+from steelyard.plan.records import read_records
 from steelyard.plan.report import to_json
 from steelyard.plan.tune import tune
 from steelyard.plan.workload import Slo, Workload, from_trace, read_trace

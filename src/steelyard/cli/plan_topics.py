@@ -10,9 +10,10 @@ from typing import Any
 
 from steelyard.cli.plan_text import table
 from steelyard.errors import StartError
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Setup
 from steelyard.plan.device import find_device
-from steelyard.plan.fit import evaluate, fit, read_records
+from steelyard.plan.fit import Errors, evaluate, fit
 from steelyard.plan.formats import kv_dtype_bytes, weight_format
 from steelyard.plan.fragmentation import (
     POLICIES,
@@ -29,6 +30,7 @@ from steelyard.plan.memory import GIB
 from steelyard.plan.models import PlannedModel
 from steelyard.plan.planner import Options, Plan, make_plan
 from steelyard.plan.prefix import Economics, History, break_even_hit_share
+from steelyard.plan.records import read_records
 from steelyard.plan.report import to_json
 from steelyard.plan.roofline import Roofline
 from steelyard.plan.tune import Tuned
@@ -255,18 +257,27 @@ def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) ->
     held_out = read_records(Path(args.held_out)) if args.held_out else list(options.records)
     errors = evaluate(roofline, found, held_out)
     if args.json:
-        values = {"step_ms": found.step_s * 1e3, "weights": found.weights, "kv": found.kv, "attention": found.attention}
-        print(json.dumps({"coefficients": values, "errors": {n: asdict(e) for n, e in errors.items()}}, indent=2))
+        of = {n: {**asdict(e), "throughput": e.throughput} for n, e in errors.items()}
+        print(json.dumps({"coefficients": found.named(), "errors": of}, indent=2))
     else:
-        print(f"step {found.step_s * 1e3:.3f} ms, weights x {found.weights:.3f}, KV x {found.kv:.3f}, ", end="")
-        print(f"attention x {found.attention:.3f} of the datasheet's time ({found.source})\n")
-        header = ["workload", "steps", "mean error", "p95 error", "whole time", "under the floor"]
-        rows = [
-            [n or "-", f"{e.num_steps}", f"{e.mean_abs:.1%}", f"{e.p95_abs:.1%}", f"{e.total:+.1%}", f"{e.under_floor}"]
-            for n, e in errors.items()
-        ]
-        print("\n".join(table(header, rows)))
+        print(_fitted(found))
+        header = ["workload", "steps", "measured s", "predicted s", "whole time", "throughput"]
+        header += ["median step", "p95 step", "under the floor"]
+        print("\n".join(table(header, [[name or "-", *_error_cells(e)] for name, e in errors.items()])))
     return int(any(e.under_floor for e in errors.values()))
+
+
+def _fitted(found: Calibration) -> str:
+    return (
+        f"A step's fixed cost is {found.step_s * 1e3:.3f} ms, {found.lone:.0%} of that for one row alone.\n"
+        f"Times what the peaks allow: products x {found.arithmetic:.3f} by arithmetic and x {found.weights:.3f} by bytes, "
+        f"cached KV x {found.kv:.3f},\nprefill attention x {found.attention:.3f} ({found.source}).\n"
+    )
+
+
+def _error_cells(e: Errors) -> list[str]:
+    times = [f"{e.num_steps}", f"{e.measured_s:.3f}", f"{e.predicted_s:.3f}", f"{e.total:+.1%}", f"{e.throughput:+.1%}"]
+    return [*times, f"{e.median_abs:.1%}", f"{e.p95_abs:.1%}", f"{e.under_floor}"]
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:

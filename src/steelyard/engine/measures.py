@@ -7,9 +7,9 @@ import torch
 from steelyard.core.step import RunnerCaps
 from steelyard.engine.ledgers import Measure
 from steelyard.errors import StartError
+from steelyard.plan.calibration import default_calibration
 from steelyard.plan.costs import Setup
 from steelyard.plan.device import Device, find_device
-from steelyard.plan.fit import default_calibration
 from steelyard.plan.formats import KV_DTYPE_BYTES, weight_format
 from steelyard.plan.memory import kv_block_bytes
 from steelyard.plan.roofline import Roofline

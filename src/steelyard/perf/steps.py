@@ -50,7 +50,7 @@ class RecordingRunner:
 
 
 def record(plan: StepPlan, timing: StepTiming) -> dict[str, Any]:
-    """One step as plain values; sums as plan/fit.py reads them. A row with one new token is a decode."""
+    """One step as plain values; sums as plan/records.py reads them. A row with one new token is a decode."""
     row: dict[str, Any] = {
         "decode_rows": 0,
         "context_sum": 0,

@@ -19,7 +19,7 @@ from typing import Literal
 
 from steelyard.plan.device import Device
 from steelyard.plan.formats import WeightFormat, kind_bytes
-from steelyard.plan.parts import AttentionShape, ExpertsShape, Part, Weight
+from steelyard.plan.parts import AttentionShape, ExpertsShape, LayerShape, Part, Weight
 from steelyard.plan.shape import ModelShape
 
 PARTS = ("weights", "experts", "attention_prefill", "attention_decode", "head", "links")
@@ -90,6 +90,7 @@ class CostModel:
         self._attention = Counter(layer.attention for layer in shape.layers)
         head = Weight("lm_head", shape.head_parameters, Part.HEAD)
         self._head_elements, self._head_bytes = self._elements(head), self._bytes(head)
+        self._between = Counter(_between_elements(layer, shape.hidden_size) for layer in shape.layers)
         self._experts_kind = setup.weights.experts or setup.weights.body
 
     def parts(self, chunks: Sequence[Chunk], routing: Routing = "uniform") -> dict[str, Cost]:
@@ -110,6 +111,17 @@ class CostModel:
             "links": self._link_cost(num_tokens),
         }
         return {name: cost for name, cost in found.items() if cost.flops or cost.bytes or cost.link_bytes}
+
+    def passed_bytes(self, num_tokens: int, num_sampled: int) -> float:
+        """Bytes that the kernels between products write and read: no bound counts them, an estimate must.
+
+        A token and layer, 16-bit: two norms with the residual (8 hidden sizes), rotary embedding with the KV write
+        (queries, keys, values in and out), the gate (two inputs, one output). A sampled row: float32 logits, written
+        once and read three times.
+        """
+        shape, tp = self.setup.shape, self.setup.tp
+        elements = sum(n * (8 * shape.hidden_size + wide / tp) for wide, n in self._between.items())
+        return 2.0 * num_tokens * elements + 16.0 * num_sampled * shape.vocab_size / tp
 
     def kv_bytes(self, context_len: int) -> int:
         """Cached bytes of one sequence on a rank, windows applied."""
@@ -158,6 +170,13 @@ class CostModel:
             return Cost()
         hidden_bytes = 2.0 * shape.hidden_size * num_tokens
         return Cost(link_bytes=2 * shape.num_layers * hidden_bytes * 2 * (tp - 1) / tp)
+
+
+def _between_elements(layer: LayerShape, hidden_size: int) -> float:
+    """Elements of a token that rotary embedding and gate read and write, all heads and used experts."""
+    a = layer.attention
+    heads = a.num_heads * a.qk_dim + a.num_kv_heads * (a.qk_dim + a.v_dim)
+    return 2.0 * heads + 1.5 * layer.wide_elements(hidden_size)
 
 
 def _tokens_moved(attention: AttentionShape, chunk: Chunk) -> int:

@@ -1,167 +1,83 @@
-"""The calibrated model of a step's time: four coefficients, fitted to measured steps by least squares.
+"""Fits the calibrated model to measured steps, and reports how it predicts steps that it has not seen.
 
-    t = step_s + weights * X_w + kv * X_kv + attention * X_a
+Coefficients are found in log space by Gauss-Newton on log(predicted / measured), so that a short step counts as much as
+a long one, under a prior: the model as it would be without records. Records decide what they can tell; what they cannot
+(cached KV and products grow together while contexts are short) stays near what the machine is known to do.
 
-X_w, X_kv and X_a are what the roofline gives the products, decode attention and prefill attention, each smooth where
-arithmetic and memory cross; so a coefficient is 1 / efficiency, the same for every batch and length, and the model
-extrapolates where a polynomial in tokens would not. Relative errors are minimised: a short step counts as much as a
-long one. Coefficients are not negative; one that would be is dropped and the rest fitted again.
+    sum over groups of mean^2 / (GROUP_ERROR^2 + OWN_ERROR^2 / n)  +  sum over steps of (r - mean)^2 / OWN_ERROR^2
+    +  sum over coefficients of log(c / prior)^2 / PRIOR_WIDTH^2
+
+Steps with the same number of tokens run the same kernels in the same tiles and share an error, up to 30 % where tiles
+do not fit: they are one group. A thousand equal steps so count as one observation of their kernels, while how time
+grows with the context inside a group, free of that error, still tells what cached KV costs. It is generalised least
+squares with a random effect a group; residuals far out count less (Huber).
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from steelyard.errors import StartError
-from steelyard.plan.costs import Chunk
+from steelyard.plan.calibration import Calibration, Work, default_calibration
+from steelyard.plan.records import StepRecord
 from steelyard.plan.roofline import Rates, Roofline, smooth_max
-from steelyard.plan.times import Estimate
 
-TERMS = ("step", "weights", "kv", "attention")
-_TERM_OF = {"weights": 1, "experts": 1, "head": 1, "links": 1, "attention_decode": 2, "attention_prefill": 3}
+GROUP_ERROR = 0.05
+OWN_ERROR = 0.01
+PRIOR_WIDTH = (2.0, 1.0, 0.3, 0.3, 0.3, 0.3)
+"""Of the logarithm of step_s, lone, arithmetic, weights, kv, attention. Fixed costs differ most between engines."""
+LEAST_EFFICIENCY = 0.1
+FAR_OUT = 3.0
+"""Standard errors from which a residual counts less."""
+_SMOOTH = 3.5
+_ROUNDS = 60
 
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One measured step. `chunks` says what it did; `workload` names the run it came from."""
-
-    chunks: tuple[Chunk, ...]
-    device_s: float
-    workload: str = ""
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> StepRecord:
-        """Read a kept record.
-
-        `device_ns`, and either `chunks` [[num_new, context_len, count, num_sampled], ...] (the last two optional) or
-        sums: `prefill_tokens`, `prefill_rows`, `prefill_context_sum`, `decode_rows`, `context_sum` (of decode rows,
-        the new token included). From sums, rows are taken to be alike. Raises StartError naming the field.
-        """
-        device_ns = _count(row, "device_ns", low=1)
-        if "chunks" in row:
-            chunks = tuple(_chunk(c) for c in row["chunks"])
-        else:
-            chunks = _alike(row)
-        if not chunks:
-            raise StartError(f"a step record without work: {json.dumps(row)[:200]}", param="decode_rows")
-        return cls(chunks, device_ns / 1e9, str(row.get("workload", "")))
-
-
-def read_records(path: Path) -> list[StepRecord]:
-    """Every step of a JSON Lines file. Raises StartError naming file and line."""
-    records = []
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"--records {path}: cannot be read ({error})", param="records") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise StartError("is no JSON object", param="records")
-            records.append(StepRecord.from_json(row))
-        except ValueError as error:
-            raise StartError(f"--records {path}: line {number} is no JSON ({error})", param="records") from error
-        except StartError as error:
-            raise StartError(f"--records {path}: line {number}: {error.message}", param=error.param) from error
-    return records
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Rates to start from and the four coefficients. `source` says where they come from, for the reader."""
-
-    rates: Rates
-    step_s: float
-    weights: float
-    kv: float
-    attention: float
-    source: str
-
-    @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        return (self.step_s, self.weights, self.kv, self.attention)
-
-    def terms(self, roofline: Roofline, chunks: Sequence[Chunk]) -> dict[str, float]:
-        """Seconds of each of TERMS in a step; they sum to the estimate."""
-        x = features(roofline, chunks, self.rates)
-        return {name: c * v for name, c, v in zip(TERMS, self.coefficients, x)}
-
-    def estimate(self, roofline: Roofline, chunks: Sequence[Chunk]) -> Estimate:
-        """The expected time of a step."""
-        return Estimate(sum(self.terms(roofline, chunks).values()))
-
-
-def generic(roofline: Roofline) -> Calibration:
-    """Coefficients to use where nothing was measured: products at 0.75 of the roofline, KV at 0.80, attention at 0.55.
-
-    Products: Vidur's operator tables (arXiv 2405.05465) have 0.73 to 0.78 on A100 and H100 alike. KV and attention:
-    what FlashInfer and FlashAttention-3 reach on an H200. 0.3 ms a step for launches and sampling.
-    """
-    rates = Rates.datasheet(roofline.setup.device)
-    return Calibration(rates, 3e-4, 1 / 0.75, 1 / 0.80, 1 / 0.55, "generic efficiencies, nothing measured")
-
-
-def from_ceilings(roofline: Roofline) -> Calibration:
-    """The device's own ceilings and its fixed cost of a step. Raises StartError on a device without any."""
-    rates = Rates.measured(roofline.setup.device)
-    ceilings = roofline.setup.device.ceilings
-    assert ceilings is not None
-    return Calibration(rates, ceilings.step_s, 1.0, 1.0, 1.0, "ceilings measured on the device")
-
-
-def default_calibration(roofline: Roofline) -> Calibration:
-    """From ceilings where the device has them, else generic."""
-    return from_ceilings(roofline) if roofline.setup.device.ceilings else generic(roofline)
-
-
-def features(roofline: Roofline, chunks: Sequence[Chunk], rates: Rates) -> tuple[float, float, float, float]:
-    """(1, X_w, X_kv, X_a) of a step, the last three in seconds."""
-    x = [1.0, 0.0, 0.0, 0.0]
-    for part in roofline.step(chunks, rates=rates).parts:
-        x[_TERM_OF[part.name]] += smooth_max(part.compute_s, part.memory_s)
-    return (x[0], x[1], x[2], x[3])
+Vector = list[float]
 
 
 def fit(roofline: Roofline, records: Sequence[StepRecord]) -> Calibration:
-    """Fit the four coefficients to records, in units of the datasheet's rates.
+    """The calibration that records and prior together make likely.
 
-    A term that no record exercises keeps its generic coefficient. Raises StartError with fewer than 8 records.
+    Efficiencies stay between LEAST_EFFICIENCY and 1 of the datasheet's rates, so that no estimate is under the floor. A
+    term that no record exercises keeps the prior's coefficient. Raises StartError with fewer than 8 records.
     """
     if len(records) < 8:
         raise StartError(f"{len(records)} step records are too few to fit; at least 8 are needed", param="records")
-    rates = Rates.datasheet(roofline.setup.device)
-    rows = [[v / r.device_s for v in features(roofline, r.chunks, rates)] for r in records]
-    used = [k for k in range(4) if any(row[k] > 0.0 for row in rows)]
-    found = _nonnegative_least_squares(rows, [1.0] * len(rows), used)
-    fallback = generic(roofline).coefficients
-    values = [found.get(k, 0.0) if k in used else fallback[k] for k in range(4)]
+    prior = default_calibration(roofline)
+    start = [math.log(max(c, 1e-6)) for c in prior.coefficients]
+    problem = _Problem(_groups(roofline, records, prior.rates), start, _bounds(roofline, prior.rates))
+    found = [math.exp(x) for x in problem.solve()]
     source = f"fitted to {len(records)} measured steps"
-    return Calibration(rates, values[0], values[1], values[2], values[3], source)
+    return Calibration(prior.rates, found[0], found[1], found[2], found[3], found[4], found[5], source)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
     """How a calibration predicts steps it has not seen. Relative errors of step times; totals of their sum.
 
-    under_floor counts records faster than the device's floor: each says that the accounts are wrong.
+    total        (predicted - measured) / measured of the whole time
+    under_floor  records faster than the device's floor: each says that the accounts are wrong
     """
 
     num_steps: int
     mean_abs: float
+    median_abs: float
     p95_abs: float
     total: float
+    measured_s: float
+    predicted_s: float
     under_floor: int
+
+    @property
+    def throughput(self) -> float:
+        """Predicted over measured throughput, less 1: the same tokens in the predicted time."""
+        return self.measured_s / self.predicted_s - 1.0
 
 
 def evaluate(roofline: Roofline, calibration: Calibration, records: Sequence[StepRecord]) -> dict[str, Errors]:
-    """Held-out errors by workload name. `total` is (predicted - measured) / measured of the workload's whole time."""
+    """Errors by workload name."""
     by_workload: dict[str, list[StepRecord]] = {}
     for record in records:
         by_workload.setdefault(record.workload, []).append(record)
@@ -176,76 +92,133 @@ def _errors(roofline: Roofline, calibration: Calibration, records: Iterable[Step
         predicted, measured = predicted + value, measured + record.device_s
         under += roofline.floor(record.chunks, "fewest").is_broken_by(record.device_s)
     relative.sort()
-    p95 = relative[min(int(0.95 * len(relative)), len(relative) - 1)]
-    mean = sum(relative) / len(relative)
-    return Errors(len(relative), mean, p95, (predicted - measured) / measured, under)
+    count = len(relative)
+    return Errors(
+        num_steps=count,
+        mean_abs=sum(relative) / count,
+        median_abs=relative[count // 2],
+        p95_abs=relative[min(int(0.95 * count), count - 1)],
+        total=(predicted - measured) / measured,
+        measured_s=measured,
+        predicted_s=predicted,
+        under_floor=under,
+    )
 
 
-def _nonnegative_least_squares(rows: list[list[float]], targets: list[float], used: list[int]) -> dict[int, float]:
-    """Minimise |rows x - targets|^2 with x >= 0: solve, drop the most negative coefficient, solve again."""
-    free = list(used)
-    while free:
-        matrix = [[sum(r[i] * r[j] for r in rows) for j in free] for i in free]
-        vector = [sum(r[i] * t for r, t in zip(rows, targets)) for i in free]
-        solution = _solve(matrix, vector)
-        worst = min(range(len(free)), key=lambda k: solution[k])
-        if solution[worst] >= 0.0:
-            return dict(zip(free, solution))
-        free.pop(worst)
-    return {}
+_Seen = tuple[Work, float]  # and the logarithm of the measured seconds
 
 
-def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Gaussian elimination with partial pivoting, after scaling unknowns to unit diagonal.
+def _groups(roofline: Roofline, records: Sequence[StepRecord], rates: Rates) -> list[list[_Seen]]:
+    """Records that share an error: the same tokens in a step, prompts or none, contexts within a factor of 1.4."""
+    found: dict[tuple[int, bool, int], list[_Seen]] = {}
+    for record in records:
+        decodes = [c for c in record.chunks if c.num_new == 1]
+        rows = sum(c.count for c in decodes)
+        context = sum(c.context_len * c.count for c in decodes) / rows if rows else 1.0
+        tokens = sum(c.num_new * c.count for c in record.chunks)
+        key = (tokens, len(decodes) < len(record.chunks), round(2 * math.log2(context)))
+        found.setdefault(key, []).append((Work.of(roofline, record.chunks, rates), math.log(record.device_s)))
+    return list(found.values())
 
-    A direction that the data does not determine gets 0 (features that never vary apart).
-    """
-    size = len(vector)
-    scale = [matrix[i][i] ** 0.5 or 1.0 for i in range(size)]
-    a = [[matrix[i][j] / (scale[i] * scale[j]) for j in range(size)] + [vector[i] / scale[i]] for i in range(size)]
-    order: list[int] = []
-    for column in range(size):
-        rest = [r for r in range(size) if r not in order]
-        pivot = max(rest, key=lambda r: abs(a[r][column]))
-        if abs(a[pivot][column]) < 1e-11:
-            order.append(-1)
+
+def _bounds(roofline: Roofline, used: Rates) -> tuple[Vector, Vector]:
+    """Lowest and highest logarithm of each coefficient; efficiencies are of the datasheet's rates."""
+    full = Rates.datasheet(roofline.setup.device)
+    best = [
+        math.log(used.matmul_flops / full.matmul_flops),
+        math.log(used.weights_bandwidth / full.weights_bandwidth),
+        math.log(used.kv_bandwidth / full.kv_bandwidth),
+        math.log(used.attention_flops / full.attention_flops),
+    ]
+    least = -math.log(LEAST_EFFICIENCY)
+    return [math.log(1e-6), math.log(0.01), *best], [0.0, 0.0, *(b + least for b in best)]
+
+
+def _slopes(work: Work, at: Vector) -> tuple[float, Vector]:
+    """Logarithm of the estimate, and its slope along the logarithm of each coefficient."""
+    step, lone, arithmetic, weights, kv, attention = (math.exp(x) for x in at)
+    fixed = step * lone if work.is_lone else step
+    by_flops, by_bytes = 0.0, weights * work.passed_s
+    for compute, moved in work.products:
+        a, b = arithmetic * compute, weights * moved
+        whole = smooth_max(a, b, _SMOOTH)
+        share = (a / whole) ** _SMOOTH if whole else 0.0
+        by_flops += whole * share
+        by_bytes += whole * (1.0 - share)
+    terms = [fixed, fixed if work.is_lone else 0.0, by_flops, by_bytes, kv * work.kv_s, attention * work.attention_s]
+    total = sum(terms) - terms[1]
+    return math.log(total), [t / total for t in terms]
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    groups: list[list[_Seen]]
+    prior: Vector
+    bounds: tuple[Vector, Vector]
+
+    def solve(self) -> Vector:
+        """Gauss-Newton steps of bounded length; a coefficient at a bound that pulls outward is held there."""
+        low, high = self.bounds
+        at = [min(max(p, a), b) for p, a, b in zip(self.prior, low, high)]
+        for _ in range(_ROUNDS):
+            matrix, slope = self._normal(at)
+            held = [(x <= a and g > 0.0) or (x >= b and g < 0.0) for x, a, b, g in zip(at, low, high, slope)]
+            free = [k for k, is_held in enumerate(held) if not is_held]
+            moves = solve_linear([[matrix[i][j] for j in free] for i in free], [-slope[i] for i in free])
+            new = list(at)
+            for k, move in zip(free, moves):
+                new[k] = min(max(at[k] + min(max(move, -0.5), 0.5), low[k]), high[k])
+            moved = max(abs(a - b) for a, b in zip(new, at))
+            at = new
+            if moved < 1e-9:
+                break
+        return at
+
+    def _normal(self, at: Vector) -> tuple[list[Vector], Vector]:
+        """The normal matrix and the gradient at a point."""
+        size = len(at)
+        matrix = [[float(i == j) / PRIOR_WIDTH[i] ** 2 for j in range(size)] for i in range(size)]
+        slope = [(x - p) / w**2 for x, p, w in zip(at, self.prior, PRIOR_WIDTH)]
+        for group in self.groups:
+            rows = [_slopes(work, at) for work, _ in group]
+            errors = [value - measured for (value, _), (_, measured) in zip(rows, group)]
+            middle = sorted(errors)[len(errors) // 2]
+            trust = [_huber(e - middle, OWN_ERROR) for e in errors]
+            whole = sum(trust)
+            mean = sum(t * e for t, e in zip(trust, errors)) / whole
+            mean_slopes = [sum(t * s[k] for t, (_, s) in zip(trust, rows)) / whole for k in range(size)]
+            spread = GROUP_ERROR**2 + OWN_ERROR**2 / len(group)
+            _add(matrix, slope, mean_slopes, mean, _huber(mean, GROUP_ERROR) / spread)
+            for t, error, (_, slopes) in zip(trust, errors, rows):
+                apart = [s - m for s, m in zip(slopes, mean_slopes)]
+                _add(matrix, slope, apart, error - mean, t / OWN_ERROR**2)
+        return matrix, slope
+
+
+def _huber(error: float, width: float) -> float:
+    return min(1.0, FAR_OUT * width / abs(error)) if error else 1.0
+
+
+def _add(matrix: list[Vector], slope: Vector, along: Vector, error: float, weight: float) -> None:
+    for i, a in enumerate(along):
+        if a == 0.0:
             continue
-        order.append(pivot)
-        for row in range(size):
-            if row != pivot and a[row][column]:
-                factor = a[row][column] / a[pivot][column]
-                a[row] = [x - factor * y for x, y in zip(a[row], a[pivot])]
-    return [0.0 if order[c] < 0 else a[order[c]][size] / a[order[c]][c] / scale[c] for c in range(size)]
+        slope[i] += weight * a * error
+        row, scaled = matrix[i], weight * a
+        for j, b in enumerate(along):
+            row[j] += scaled * b
 
 
-def _chunk(value: Any) -> Chunk:
-    ok = isinstance(value, list) and 2 <= len(value) <= 4 and all(type(v) is int for v in value)
-    if not ok or not 1 <= value[0] <= value[1] or (len(value) > 2 and value[2] < 1):
-        raise StartError(f"chunks must be [num_new, context_len, count, num_sampled], got {value!r}", param="chunks")
-    return Chunk(*value)
-
-
-def _alike(row: dict[str, Any]) -> tuple[Chunk, ...]:
-    """Chunks with the given sums. Contexts of decode rows keep their sum exactly: two groups one token apart."""
-    chunks = []
-    rows = _count(row, "decode_rows", default=0)
-    if rows:
-        low, extra = divmod(_count(row, "context_sum", low=rows), rows)
-        if extra:
-            chunks.append(Chunk(1, low + 1, extra))
-        chunks.append(Chunk(1, low, rows - extra))
-    tokens = _count(row, "prefill_tokens", default=0)
-    if tokens:
-        rows = min(_count(row, "prefill_rows", default=1, low=1), tokens)
-        context = _count(row, "prefill_context_sum", default=tokens, low=tokens)
-        low, extra = divmod(tokens, rows)
-        each = max(context // rows, low + 1)
-        chunks += [Chunk(n, each, k) for n, k in ((low + 1, extra), (low, rows - extra)) if k]
-    return tuple(chunks)
-
-
-def _count(row: dict[str, Any], name: str, *, default: int | None = None, low: int = 0) -> int:
-    value = row.get(name, default)
-    if type(value) is not int or value < low:
-        raise StartError(f"{name} must be an integer of at least {low}, got {value!r}", param=name)
-    return value
+def solve_linear(matrix: list[Vector], vector: Vector) -> Vector:
+    """x of matrix x = vector for a positive definite matrix (Gaussian elimination)."""
+    size = len(vector)
+    a = [[*row, value] for row, value in zip(matrix, vector)]
+    for k in range(size):
+        for i in range(k + 1, size):
+            factor = a[i][k] / a[k][k]
+            for j in range(k, size + 1):
+                a[i][j] -= factor * a[k][j]
+    found = [0.0] * size
+    for k in reversed(range(size)):
+        found[k] = (a[k][size] - sum(a[k][j] * found[j] for j in range(k + 1, size))) / a[k][k]
+    return found

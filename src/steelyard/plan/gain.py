@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Chunk
-from steelyard.plan.fit import Calibration
 from steelyard.plan.formats import weight_format
 from steelyard.plan.roofline import Roofline
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from steelyard.core.step import KvGroup
 from steelyard.errors import StartError
-from steelyard.plan.parts import Part
 from steelyard.plan.shape import ModelShape
 
 GIB = 2**30
@@ -206,22 +205,12 @@ def activation_peak_bytes(
     runner replaces it by what its warm-up measured.
     """
     hidden = shape.hidden_size
-    inner = max(_inner_elements(shape, layer_index) for layer_index in range(shape.num_layers))
+    inner = max(layer.wide_elements(hidden) * 3 // 2 for layer in shape.layers)  # gate and up, and their product
     heads = shape.layers[0].attention
     attention = heads.num_heads * (heads.qk_dim + heads.v_dim) + 2 * heads.num_kv_heads * heads.v_dim
     per_token = 2 * hidden + max(-(-inner // tp), -(-attention // tp))
     logits = num_rows * shape.vocab_size * 4 * 2
     return max(num_tokens * per_token * dtype_bytes, num_tokens * 2 * hidden * dtype_bytes + logits)
-
-
-def _inner_elements(shape: ModelShape, index: int) -> int:
-    """Elements per token alive inside a layer's MLP: gate and up, and their product."""
-    layer, hidden = shape.layers[index], shape.hidden_size
-    ups = sum(w.num_elements for w in layer.weights if w.part is Part.MLP and w.name in ("gate_proj", "up_proj"))
-    if layer.experts:
-        one = sum(w.num_elements for w in layer.experts.weights if w.name in ("gate_proj", "up_proj"))
-        ups += layer.experts.num_per_token * one
-    return ups // hidden * 3 // 2
 
 
 def graphs_bytes(num_graphs: int, per_graph_bytes: int = 6 * MIB) -> int:

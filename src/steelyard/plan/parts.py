@@ -153,6 +153,16 @@ class LayerShape:
         experts = self.experts
         return count(self.weights) + (experts.num_per_token * experts.parameters_per_expert if experts else 0)
 
+    def wide_elements(self, hidden_size: int) -> int:
+        """Outputs of gate and up for one token, those of the experts it uses included."""
+        ups = sum(w.num_elements for w in self.weights if w.part is Part.MLP and w.name in _WIDE)
+        if self.experts:
+            ups += self.experts.num_per_token * sum(w.num_elements for w in self.experts.weights if w.name in _WIDE)
+        return ups // hidden_size
+
+
+_WIDE = ("gate_proj", "up_proj")
+
 
 def count(weights: Iterable[Weight]) -> int:
     """Elements of all weights together."""

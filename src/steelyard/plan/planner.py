@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from steelyard.errors import StartError
+from steelyard.plan.calibration import Calibration, default_calibration
 from steelyard.plan.capacity import Capacity, Change, Price, capacity, price, sensitivity
 from steelyard.plan.costs import Chunk, Setup, decode, prefill
 from steelyard.plan.device import Device
-from steelyard.plan.fit import Calibration, StepRecord, default_calibration, fit
+from steelyard.plan.fit import fit
 from steelyard.plan.formats import kv_dtype_bytes, weight_format
 from steelyard.plan.memory import MIB, KvPools, MemoryBudget, activation_peak_bytes, graphs_bytes
 from steelyard.plan.models import PlannedModel
+from steelyard.plan.records import StepRecord
 from steelyard.plan.roofline import Roofline, StepTime
 from steelyard.plan.service import Limits, Service
 from steelyard.plan.times import Estimate, Floor, Reach

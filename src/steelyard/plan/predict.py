@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Chunk
-from steelyard.plan.fit import Calibration
 from steelyard.plan.roofline import Roofline
 
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from steelyard.errors import StartError
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.capacity import constraints
 from steelyard.plan.costs import Chunk, decode, prefill
-from steelyard.plan.fit import Calibration
 from steelyard.plan.roofline import Roofline
 from steelyard.plan.service import Service
 from steelyard.plan.workload import Slo, Workload

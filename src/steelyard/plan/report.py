@@ -21,13 +21,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "decode": [_step(row) for row in plan.decodes],
         "prefill": [_prefill(plan, row) for row in plan.prefills],
         "capacity": None if plan.capacity is None else _capacity(plan, plan.capacity),
-        "calibration": {
-            "source": plan.calibration.source,
-            "step_ms": plan.calibration.step_s * 1e3,
-            "weights": plan.calibration.weights,
-            "kv": plan.calibration.kv,
-            "attention": plan.calibration.attention,
-        },
+        "calibration": {"source": plan.calibration.source, **plan.calibration.named()},
         "options": {
             "tensor_parallel_size": options.tp,
             "gpu_memory_utilization": options.share,

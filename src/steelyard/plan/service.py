@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Chunk
-from steelyard.plan.fit import Calibration
 from steelyard.plan.memory import KvPools
 from steelyard.plan.queueing import Little, mean_wait, share_waiting_less, wait_quantile
 from steelyard.plan.roofline import Roofline
