@@ -20,7 +20,7 @@ from steelyard.ledger.charges import tenant_charges
 from steelyard.ledger.little import merged
 from steelyard.ledger.step import causes, tokens_by_kind
 from steelyard.plan.costs import Chunk
-from steelyard.plan.fit import Calibration
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.roofline import Roofline
 
 MAX_ASKED = 1024
