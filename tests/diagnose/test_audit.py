@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from steelyard.bench.floor import floor_tpot_ms, roofline_of
 from steelyard.bench.gates import DELAY_LIMIT_MS, RATE_LEAST
+from steelyard.cli.main import main
 from steelyard.diagnose.sources import read_report
 from steelyard.diagnose.verdict import diagnose
 
@@ -53,3 +55,13 @@ def test_latencies_from_sending_hide_the_wait(stage: int, user_s: float) -> None
     s = DATA["stages"][stage]
     assert s["delay_s"] + s["e2e_s"] == pytest.approx(user_s, abs=0.1)
     assert s["delay_s"] * 1e3 > DELAY_LIMIT_MS and s["achieved_rate"] / s["asked_rate"] < RATE_LEAST
+
+
+def test_plan_predicts_what_lifting_the_cap_buys(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["diagnose", str(AUDIT), "--plan-model", DATA["model"], "--plan-device", DATA["device"]]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "Binding: sequence cap (128)" in said
+    predicted = re.search(r"predicted: ([\d.]+) x output tokens per second: 125 rows .* become (\d+) ", said)
+    assert predicted is not None and int(predicted[2]) == 427
+    assert 0.0 < float(predicted[1]) < 427 / 125.4, "rows cannot buy more than their share"

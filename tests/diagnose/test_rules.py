@@ -82,3 +82,12 @@ def test_vllms_saved_result_is_read(tmp_path: Path) -> None:
         read_report(path)
     with pytest.raises(InvalidRequest, match="--stage"):
         read_report(Path(__file__).parent / "audit_llama_h100.json", 9)
+
+
+def test_a_late_p99_alone_is_no_verdict_on_the_client() -> None:
+    """A garbage collection makes it; the rate that was asked was sent and nobody was held back."""
+    seen = replace(CALM, asked_rate=100.0, achieved_rate=99.9, delay_s=0.05, waiting=0.0, client_cap=64, in_flight=8.0)
+    found = diagnose(seen)
+    assert found.verdict != "client"
+    held = replace(seen, in_flight=63.0)
+    assert diagnose(held).verdict == "client"

@@ -14,6 +14,8 @@ from steelyard.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from steelyard.diagnose.observation import Observation
+    from steelyard.diagnose.verdict import Gain
+    from steelyard.plan.gain import Running
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +56,57 @@ def _diagnose(args: argparse.Namespace) -> None:
         seen = replace(seen, max_num_seqs=args.max_num_seqs)
     seen = _with_floor(args, seen)
     slo = (args.ttft, args.tpot) if args.ttft is not None and args.tpot is not None else None
-    found = diagnose(seen, slo_ms=slo)
+    found = diagnose(seen, _gain(args), slo_ms=slo)
     print(json.dumps(asdict(found)) if args.json else found.text())
+
+
+_KNOBS = {
+    "sequence cap": "max_num_seqs",
+    "KV capacity": "kv_cache_dtype",
+    "prefill compute": "enable_prefix_caching",
+    "decode bandwidth": "dtype",
+    "host": "enforce_eager",
+    "interference": "max_num_batched_tokens",
+    "fragmentation": "block_size",
+}
+"""A verdict, and the flag whose gain plan can tell."""
+
+
+def _gain(args: argparse.Namespace) -> Gain:
+    """What plan predicts of a verdict's knob; nothing without a model and a device, or where too little was read."""
+    if not (args.plan_model and args.plan_device):
+        return lambda name, seen: None
+    from steelyard.bench.floor import roofline_of
+    from steelyard.plan.calibration import default_calibration
+    from steelyard.plan.gain import gain
+
+    roofline = roofline_of(args.plan_model, args.plan_device)
+    calibration = default_calibration(roofline)
+
+    def predicted(name: str, seen: Observation) -> str | None:
+        running = _running(seen)
+        found = gain(_KNOBS[name], roofline, calibration, running) if running and name in _KNOBS else None
+        return None if found is None else found.text
+
+    return predicted
+
+
+def _running(seen: Observation) -> Running | None:
+    """The observation as plan takes it; None where neither the sequences that run nor their lengths are known."""
+    from steelyard.plan.gain import Running
+
+    if (seen.decoding or 0.0) < 1.0 or seen.input_len is None:
+        return None
+    output_len = max(seen.output_len or 1.0, 1.0)
+    return Running(
+        decoding=seen.decoding or 1.0,
+        context_len=max(seen.input_len + output_len / 2, 1.0),
+        waiting=seen.queued or 0.0,
+        prompt_len=seen.input_len * (1.0 - (seen.prefix_hit_rate or 0.0)),
+        output_len=output_len,
+        kv_usage=min(seen.kv_usage, 1.0) if seen.kv_usage else None,
+        step_s=seen.step_s if seen.step_s is not None else seen.tpot_s,
+    )
 
 
 def _with_floor(args: argparse.Namespace, seen: Observation) -> Observation:
