@@ -19,8 +19,8 @@ from steelyard.ledger.book import StepBook, StepEntry
 from steelyard.ledger.charges import tenant_charges
 from steelyard.ledger.little import merged
 from steelyard.ledger.step import causes, tokens_by_kind
-from steelyard.plan.costs import Chunk
 from steelyard.plan.calibration import Calibration
+from steelyard.plan.costs import Chunk
 from steelyard.plan.roofline import Roofline
 
 MAX_ASKED = 1024
