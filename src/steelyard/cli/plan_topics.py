@@ -270,7 +270,7 @@ def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) ->
 def _fitted(found: Calibration) -> str:
     return (
         f"A step's fixed cost is {found.step_s * 1e3:.3f} ms, {found.lone:.0%} of that for one row alone.\n"
-        f"Times what the peaks allow: products x {found.arithmetic:.3f} by arithmetic and x {found.weights:.3f} by bytes, "
+        f"Times what the peaks allow: products x {found.arithmetic:.3f} by arithmetic, x {found.weights:.3f} by bytes, "
         f"cached KV x {found.kv:.3f},\nprefill attention x {found.attention:.3f} ({found.source}).\n"
     )
 
