@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -28,9 +29,27 @@ COMMANDS: dict[str, str] = {
 """Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""
 
 
+STDOUT_CLOSED = 141
+"""Exit status where the reader of standard output went away: 128 and SIGPIPE, as for other programs."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; a user's mistake prints one line and returns 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run the command line; a user's mistake prints one line and returns 2.
+
+    Whatever a command was doing, it ends without a word where nobody reads its output any longer (`| head`).
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here and not at the interpreter's exit, where nothing can be caught
+    except BrokenPipeError:
+        if not _output_is_gone():
+            raise
+        return STDOUT_CLOSED
+
+
+def _run(words: list[str]) -> int:
     os.environ.update(with_short_spins(os.environ))  # before a command loads torch
     parser = argparse.ArgumentParser(
         prog="steelyard", description="An LLM inference server that weighs what it spends."
@@ -52,6 +71,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _output_is_gone() -> bool:
+    """Whether standard output has no reader, as against a pipe of the command's own that broke.
+
+    What is still to be written is dropped, so that the interpreter does not try again on its way out.
+    """
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # not a file
+        return False
+    poll = select.poll()
+    poll.register(output, select.POLLOUT)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, output)
+    os.close(sink)
+    return True
 
 
 if __name__ == "__main__":
