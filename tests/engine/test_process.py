@@ -20,7 +20,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.engine import process as process_module
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import StartError
-from steelyard.wire.channel import EngineSide, Peer, ServerSide, new_address, remove_address
+from steelyard.wire.channel import EngineSide, Peer, new_address, remove_address
 from steelyard.wire.messages import (
     Accepted,
     Answer,
@@ -41,6 +41,7 @@ from steelyard.wire.messages import (
 )
 from tests import tiny_model
 from tests.engine.engine_harness import Harness
+from tests.wire.threaded import ThreadedSide
 
 T = TypeVar("T")
 WAIT_S = 120
@@ -51,11 +52,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self._queue: queue.Queue[FromEngine] = queue.Queue()
-        self.side = ServerSide(address)
-        self.side.start(self._put, loop=self)  # type: ignore[arg-type]
-
-    def call_soon_threadsafe(self, function: Callable[..., None], *args: object) -> None:
-        function(*args)
+        self.side = ThreadedSide(address, self._put)
 
     def _put(self, batch: list[FromEngine]) -> None:
         for message in batch:

@@ -9,7 +9,7 @@ import queue
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,7 @@ from steelyard.wire.messages import (
     ToEngine,
     Usage,
 )
+from tests.wire.threaded import ThreadedSide
 
 WAIT_MS = 5000
 
@@ -121,15 +122,11 @@ def test_values_out_of_range_and_deep_nesting_are_dropped() -> None:
 
 
 class Collector:
-    """A server's end whose messages go straight into a queue, in place of an event loop."""
+    """A server's end whose messages go into a queue."""
 
     def __init__(self, address: str) -> None:
         self._queue: queue.Queue[FromEngine] = queue.Queue()
-        self.side = ServerSide(address)
-        self.side.start(lambda batch: [self._queue.put(m) for m in batch] and None, loop=self)  # type: ignore[arg-type]
-
-    def call_soon_threadsafe(self, function: Callable[..., None], *args: object) -> None:
-        function(*args)
+        self.side = ThreadedSide(address, lambda batch: [self._queue.put(m) for m in batch] and None)
 
     def take(self, want: int) -> list[FromEngine]:
         return [self._queue.get(timeout=WAIT_MS / 1000) for _ in range(want)]

@@ -102,9 +102,10 @@ def create_app(service: Service) -> ASGIApp:
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
+    endpoints = {path: Endpoint(service, path, handler) for path, handler in generating.items()}
     router = Starlette(
         routes=[
-            *(Route(path, Endpoint(service, path, handler), methods=["POST"]) for path, handler in generating.items()),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
             Route("/v1/models", models.all),
             Route("/v1/models/{id:path}", models.one),
             Route("/v1/responses/{id}", kept.get),
@@ -120,7 +121,7 @@ def create_app(service: Service) -> ASGIApp:
         ],
         exception_handlers={HTTPException: _router_error, SteelyardError: _our_error},
     )
-    return Edge(router, service, frozenset(generating))
+    return Edge(router, service, endpoints)
 
 
 def ledger_routes(service: Service) -> dict[str, Callable[[Request], Awaitable[Response]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,11 +29,14 @@ _OPEN_PATHS = frozenset({"/health", "/live"}) | PAGE_PATHS
 
 
 class Edge:
-    """Wraps the router. Puts `tenant` and `request_id` into the scope's state; `account` too for `weighed` paths."""
+    """Wraps the router. Puts `tenant` and `request_id` into the scope's state; `account` too for endpoints.
 
-    def __init__(self, app: ASGIApp, service: Service, weighed: frozenset[str] = frozenset()) -> None:
+    endpoints  apps of the POST routes that are weighed, by path: they answer every error and need nothing of the router
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, endpoints: Mapping[str, ASGIApp]) -> None:
         self._app = app
-        self._weighed = weighed
+        self._endpoints = endpoints
         self._service = service
         config = service.config
         self._origins = frozenset(origin.encode() for origin in config.allowed_origins)
@@ -76,11 +79,12 @@ class Edge:
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
-        await self._app(scope, receive, send_with)
+        app = self._endpoints.get(path) if scope["method"] == "POST" else None
+        await (app or self._app)(scope, receive, send_with)
 
     def _account(self, scope: Scope, path: str) -> Account | None:
         """A request's account from its first moment, nobody's until its key is known; None for what is not weighed."""
-        if scope["method"] != "POST" or path not in self._weighed:
+        if scope["method"] != "POST" or path not in self._endpoints:
             return None
         service, state = self._service, scope["state"]
         account = Account(state["request_id"], path, "", service.clock_ns(), service.wall_s())

@@ -1,8 +1,6 @@
-"""ZeroMQ over a UNIX socket: the engine's end (ROUTER, blocking) and the server's end (DEALER, with a reader thread).
+"""ZeroMQ over a UNIX socket: the engine's end (ROUTER, blocking) and the server's end (DEALER, on its loop).
 
-    server loop --send--> inproc --+
-                                   reader thread == DEALER ===ipc=== ROUTER == the engine's loop
-    server loop <--call_soon_threadsafe, a batch at a time--+
+    server's event loop <--a batch at a time-- DEALER ===ipc=== ROUTER -- the engine's loop
 
 Messages are `wire.messages` structs in msgpack; nothing that arrives is ever executed. What a peer sends can be
 dropped, with a line in the log, but neither blocks nor ends the other side. Who answers what is not decided here.
@@ -16,7 +14,6 @@ import os
 import shutil
 import stat
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,7 +170,7 @@ class EngineSide:
 
 
 class ServerSide:
-    """Connects to an engine. `send` may be called from one thread only, the one whose loop is given to `start`.
+    """Connects to an engine. Used on one thread only, that of the loop given to `start`, which it never holds up.
 
     Connecting waits for nothing: messages sent before the engine listens are kept. That the engine's process has
     died is not seen here (a killed peer is silent in ZeroMQ): watch the process.
@@ -187,85 +184,63 @@ class ServerSide:
         self._dealer.setsockopt(zmq.RCVHWM, 0)
         self._dealer.setsockopt(zmq.SNDHWM, 0)  # the server bounds its requests in flight
         self._dealer.setsockopt(zmq.PROBE_ROUTER, 1)  # an empty frame at each connection: the engine greets
-        self._outbox = self._context.socket(zmq.PAIR)
-        self._inbox = self._context.socket(zmq.PAIR)
-        for pair in (self._outbox, self._inbox):
-            pair.setsockopt(zmq.LINGER, 0)
-            pair.setsockopt(zmq.SNDHWM, 0)
-            pair.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind("inproc://outgoing")
-        self._outbox.connect("inproc://outgoing")
         self._dealer.connect(address)
-        self._thread: threading.Thread | None = None
+        self._deliver: Callable[[list[FromEngine]], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_due = False
         self._closed = False
 
     def start(self, deliver: Callable[[list[FromEngine]], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Call `deliver(messages)` in `loop` (default: the running one) for every batch that arrives, in order."""
-        assert self._thread is None, "started twice"
-        target = loop if loop is not None else asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._read, args=(deliver, target), name="wire-reader", daemon=True)
-        self._thread.start()
+        assert self._loop is None, "started twice"
+        self._deliver = deliver
+        self._loop = loop if loop is not None else asyncio.get_running_loop()
+        self._loop.add_reader(self._dealer.getsockopt(zmq.FD), self._read)
+        self._look()
 
     def send(self, message: ToEngine) -> None:
         """Queue `message`, without waiting. Raises EngineDead after `close`."""
         if self._closed:
             raise EngineDead("the channel to the engine is closed")
-        self._outbox.send(self._codec.encode(message))
+        self._dealer.send(self._codec.encode(message))
+        self._look()
 
     def close(self) -> None:
-        """Stop the reader thread and close the sockets. Idempotent. What was sent just before leaves still."""
+        """Close the socket. Idempotent. What was sent just before leaves still."""
         if self._closed:
             return
         self._closed = True
-        self._outbox.send(b"")
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            self._dealer.close()
-            self._inbox.close()
-        self._outbox.close()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._dealer.getsockopt(zmq.FD))
+        self._dealer.close(linger=_FAREWELL_MS)
         self._context.term()
 
-    def _read(self, deliver: Callable[[list[FromEngine]], None], loop: asyncio.AbstractEventLoop) -> None:
-        codec = Codec()
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._inbox, zmq.POLLIN)
-        try:
-            while True:
-                events = dict(poller.poll())
-                if self._inbox in events and not self._forward():
-                    return
-                if self._dealer in events and (batch := self._take(codec)):
-                    loop.call_soon_threadsafe(deliver, batch)
-        except RuntimeError:
-            _log.debug("the event loop closed before the channel")
-        finally:
-            self._dealer.close(linger=_FAREWELL_MS)
-            self._inbox.close()
+    def _look(self) -> None:
+        """ZeroMQ's descriptor tells of a change once, and any call may use that up: read soon if there is something."""
+        if self._loop is not None and not self._is_due and self._dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._is_due = True
+            self._loop.call_soon(self._read)
 
-    def _forward(self) -> bool:
-        """Pass what the loop's thread queued on to the engine; False when it asked to end."""
-        while True:
-            try:
-                frame = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            if not frame:
-                return False
-            self._dealer.send(frame)
-
-    def _take(self, codec: Codec) -> list[FromEngine]:
+    def _read(self) -> None:
+        self._is_due = False
+        if self._closed:
+            return
+        assert self._deliver is not None
         batch: list[FromEngine] = []
         for _ in range(_MAX_BATCH):
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            message = codec.from_engine(frame)
+            message = self._codec.from_engine(frame)
             if message is not None:
                 batch.append(message)
-        return batch
+        try:
+            if batch:
+                self._deliver(batch)
+        finally:
+            if not self._closed:
+                self._look()
 
 
 _FAREWELL_MS = 200  # for the last Stop or Control to leave when the server closes; an engine that is gone costs no more
