@@ -26,7 +26,7 @@ def outcomes(overlap: bool, seed: int = 1, num_requests: int = 40, **options: An
     failing = {"r7", "r21"}
     harness = Harness(
         overlap=overlap,
-        fail=lambda plan, work: "not a number" if rng.random() < 0.004 else None,
+        fail=lambda plan, work: "not a number" if rng.random() < 0.006 else None,
         faults=_FirstTokens(failing),
         num_blocks=(40,),
         **options,
@@ -100,10 +100,14 @@ def check_tokens(harness: Harness) -> None:
         assert tokens["computed"] == parts, (key, end.reason, tokens)
 
 
+@pytest.mark.parametrize("num_host_blocks", [(), (60,)], ids=["recompute", "swap"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_outcome_is_accounted_for_to_the_nanosecond_and_the_token(overlap: bool) -> None:
-    harness = outcomes(overlap)
+def test_every_outcome_is_accounted_for_to_the_nanosecond_and_the_token(
+    overlap: bool, num_host_blocks: tuple[int, ...]
+) -> None:
+    harness = outcomes(overlap, num_host_blocks=num_host_blocks)
     counters = harness.scheduler.counters
+    assert (counters.swaps_in > 0) == bool(num_host_blocks) and counters.swaps_in <= counters.swaps_out
     reasons = {end.reason for end in harness.ends.values()}
     assert reasons == {"length", "stop", "abort", "error"}
     assert counters.preemptions > 0 and counters.forks > 0 and counters.prefix_hits_tokens > 0

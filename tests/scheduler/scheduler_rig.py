@@ -35,7 +35,7 @@ def make_order(policy: str, books: Ledgers, budget: int) -> Order:
 
 @dataclass(frozen=True)
 class Rig:
-    """Sizes of a small engine. `windows`: one KV group each; None is full attention."""
+    """Sizes of a small engine. `windows`: one KV group each; None is full attention. `num_host_blocks`: of each."""
 
     num_blocks: int = 64
     block_size: int = 16
@@ -46,6 +46,7 @@ class Rig:
     caching: bool = True
     windows: tuple[int | None, ...] = (None,)
     vocab_size: int = 1000
+    num_host_blocks: int = 0
     policy: ClassVar[str] = "fcfs"
 
     def caps(self) -> RunnerCaps:
@@ -60,6 +61,7 @@ class Rig:
             overlaps=self.overlap,
             fingerprint="shadow",
             kv_layout=f"shadow/{self.block_size}",
+            num_host_blocks=(self.num_host_blocks,) * len(self.windows) if self.num_host_blocks else (),
         )
 
     def simulation(
@@ -79,6 +81,23 @@ class Rig:
         )
         runner = ShadowRunner(caps, secret_of=tenant_of, fail=fail, clock=clock, step_ns=step_ns)
         return Simulation(scheduler, runner, clock, step_ns=step_ns, books=books)
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A Cost of so many nanoseconds a token."""
+
+    recompute: int = 10
+    swap: int = 1
+
+    def step_ns(self, num_tokens: int, num_rows: int, context_tokens: int) -> int:
+        return self.recompute * num_tokens
+
+    def recompute_ns(self, num_tokens: int) -> int:
+        return self.recompute * num_tokens
+
+    def swap_ns(self, num_tokens: int) -> int:
+        return self.swap * num_tokens
 
 
 def tenant_of(enter: RowEnter) -> int:
@@ -114,7 +133,7 @@ def make_choices(name: str, prompt: list[int], max_tokens: int, n: int, **fields
 
 def solo_output(request: Request, rig: Rig) -> list[int]:
     """What the same request gives alone, on a fresh engine with room for all, caching and overlap off."""
-    alone = replace(rig, num_blocks=512, max_num_seqs=1, budget=4096, overlap=False, caching=False)
+    alone = replace(rig, num_blocks=512, max_num_seqs=1, budget=4096, overlap=False, caching=False, num_host_blocks=0)
     again = Request(
         request.id,
         request.tokens[: request.prompt_len],
@@ -149,6 +168,7 @@ def assert_idle(simulation: Simulation, requests: list[Request]) -> None:
     usage = scheduler.cache.usage()
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.in_flight) == (0, 0, 0)
     assert usage.active == 0 and usage.free == usage.total
+    assert scheduler.cache.host.usage().swapped == 0
     for request in requests:
         assert request.state is State.ENDED
         assert sum(request.buckets_ns.values()) == request.since_ns - request.start_ns

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from steelyard.core.request import FinishReason, Request
 from steelyard.core.step import RowWork, StepPlan
 from steelyard.errors import ContextLengthExceeded
-from tests.scheduler.scheduler_rig import POLICIES, Rig, assert_idle, make_choices, solo_output
+from tests.scheduler.scheduler_rig import POLICIES, PerToken, Rig, assert_idle, make_choices, solo_output
 
 RIGS = st.builds(
     Rig,
@@ -26,7 +26,11 @@ RIGS = st.builds(
     caching=st.booleans(),
     windows=st.sampled_from([(None,), (None, 6), (9,), (4, None)]),
     vocab_size=st.just(40),
+    num_host_blocks=st.sampled_from([0, 2, 6, 40]),
 )
+COSTS = st.sampled_from([None, PerToken(10, 1), PerToken(10, 9)])
+"""Without coefficients and with the first all are swapped; with the last only prefixes are copied back."""
+
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 1), min_size=1, max_size=30),
     st.sampled_from([[1] * 4, [1] * 8, [1] * 12, [1] * 16]),
@@ -41,13 +45,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.stopped: set[tuple[str, int]] = set()
 
-    @initialize(rig=RIGS, fails=st.booleans(), policy=st.sampled_from(POLICIES))
-    def build(self, rig: Rig, fails: bool, policy: str) -> None:
+    @initialize(rig=RIGS, fails=st.booleans(), policy=st.sampled_from(POLICIES), cost=COSTS)
+    def build(self, rig: Rig, fails: bool, policy: str, cost: PerToken | None) -> None:
         def fail(plan: StepPlan, work: RowWork) -> str | None:
             return "not a number" if fails and (plan.id * 7 + work.row) % 23 == 0 else None
 
         self.rig = replace(rig, max_model_len=min(64, rig.num_blocks * 4 * 2))
-        self.simulation = self.rig.simulation(fail=fail, policy=policy)
+        self.simulation = self.rig.simulation(fail=fail, policy=policy, cost=cost)
         self.scheduler = self.simulation.scheduler
 
     @rule(

@@ -42,6 +42,7 @@ class HostTier:
     """Slots 1 .. num_slots[g] of each KV group. `num_out` and `num_in` count the blocks that plans moved."""
 
     def __init__(self, num_slots: Sequence[int]) -> None:
+        self.num_slots = sum(num_slots)
         self._pools = [BlockPool(num) for num in num_slots]
         self._away: dict[Request, Away] = {}
         self._outs: list[dict[int, int]] = [{} for _ in num_slots]  # slot -> device block

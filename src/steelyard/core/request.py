@@ -139,6 +139,11 @@ class Request(Timed):
         """Whether something is asked of each prompt position, so that no cached KV can stand in for it."""
         return self.sampling.prompt_logprobs is not None or Want.POOL_MEAN in self.pooling
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its last token, which it generated, is computed."""
+        return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+
     def vector(self) -> list[float]:
         """What was pooled over all parts, each weighted by its positions; empty if nothing was."""
         if len(self.pooled) == 1:

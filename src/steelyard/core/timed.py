@@ -66,10 +66,20 @@ _WAITING = frozenset(
         State.WAIT_POLICY,
         State.WAIT_GRAMMAR,
         State.PREEMPTED,
+        State.SWAP_OUT,
         State.SWAPPED,
     }
 )
-_RESIDENT = frozenset({State.PREFILL, State.DECODE, State.RECOMPUTE, State.RESIDENT_UNSCHEDULED, State.ENGINE_GAP})
+_RESIDENT = frozenset(
+    {
+        State.PREFILL,
+        State.DECODE,
+        State.RECOMPUTE,
+        State.RESIDENT_UNSCHEDULED,
+        State.ENGINE_GAP,
+        State.SWAP_IN,
+    }
+)
 
 
 class Watcher(Protocol):

@@ -107,7 +107,7 @@ class Accounts:
         if former is not None and former.row == row:  # preempted, not back yet: what the row was charged is its own
             self.settle(former)
             former.row = -1
-        known_len = len(request.tokens)
+        known_len = start if request.is_decoding else len(request.tokens)
         stay = Stay(request.id, request.index, request.tenant, row, known_len, request.recompute_until)
         if not account.tickets:
             account.shared_tokens = start - request.cached_tokens

@@ -31,9 +31,11 @@ def _check_places(live: Live) -> None:
     assert {r.request for r in held if not r.ended} == set(running)
     for request in waiting:
         assert request.state.waiting, f"{request} waits"
-        displaced = request.state in (State.PREEMPTED, State.SWAPPED)
+        displaced = request.state in (State.PREEMPTED, State.SWAP_OUT, State.SWAPPED)
         assert displaced == (request.num_preemptions > 0), f"{request} was preempted {request.num_preemptions} times"
         assert request.num_computed == 0, f"{request} waits and counts KV as its own"
+        swapped = request.state in (State.SWAP_OUT, State.SWAPPED)
+        assert swapped == bool(live.cache.swapped_tokens(request)), f"{request}: what the host keeps"
         assert request.row == -1 and not live.cache.tables(request), f"{request} waits and holds something"
 
 
@@ -78,4 +80,6 @@ def _check_states(live: Live, oldest: Flight) -> None:
         request, is_again = resident.request, work.start < resident.request.recompute_until
         is_decode = work.start + work.num_new > resident.known_len
         state = State.DECODE if is_decode else State.RECOMPUTE if is_again else State.PREFILL
+        if work.start == resident.swapped_at:
+            state = State.SWAP_IN
         assert resident.ended or request.state is state, f"{request} is computing: {state}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from steelyard.core.request import Emitted, Event, FinishReason, Request
 from steelyard.core.step import RowOut, RowWork, StepResult
+from steelyard.core.timed import State
 from steelyard.scheduler.live import Flight, Live
 from steelyard.scheduler.planning import apply_states
 from steelyard.scheduler.protocols import Faults
@@ -24,6 +25,9 @@ class Committer:
         assert flight.plan.id == result.id, f"step {result.id} committed, step {flight.plan.id} is due"
         live.gaps.commit(now_ns, result.timing.device_ns)
         live.counters.steps += 1
+        for request in flight.swapped:
+            if request.state is State.SWAP_OUT:
+                request.to(State.SWAPPED, now_ns)
         events: list[Event] = []
         for row, why in result.failed:
             self._fail(live.rows.by_row[row], flight.works[row], why, now_ns, events)

@@ -13,8 +13,7 @@ from steelyard.scheduler.planning import Draft, Planner
 from steelyard.scheduler.protocols import Faults, Order
 from steelyard.scheduler.reserve import Reserve
 from steelyard.scheduler.rows import Resident
-
-_DISPLACED = frozenset({State.PREEMPTED, State.SWAPPED})
+from steelyard.scheduler.waiting import DISPLACED
 
 
 class Joiner:
@@ -90,7 +89,7 @@ class Joiner:
         if victims and self._live.in_flight:
             return False
         for resident in victims:
-            self._live.preempt(resident, now_ns)
+            self._planner.preempter.displace(resident, now_ns)
         return True
 
     def _victims(self, head: Request, obstacle: State, now_ns: int) -> list[Resident]:
@@ -100,7 +99,7 @@ class Joiner:
         below = [
             r for r in (*rows.decodes, *rows.prefills) if r is not anchor and self._order.may_displace(head, r.request)
         ]
-        below.sort(key=lambda r: self._order.victim_key(r.request, now_ns), reverse=True)
+        below.sort(key=lambda r: self._planner.preempter.key(r.request, now_ns), reverse=True)
         if obstacle is State.WAIT_SLOT:
             return below[:1]
         lacking = -(-len(head.tokens) // cache.block_size) + self._reserve.blocks() - cache.free_blocks()
@@ -116,7 +115,7 @@ class Joiner:
         if may_join <= 0 or not waiting.short or not self._live.rows.num_free:
             return []
         head = waiting.items[0]
-        if waiting.is_short(head) or head.state in _DISPLACED:
+        if waiting.is_short(head) or head.state in DISPLACED:
             return []
         if self._blocked[0] is head and self._passes[0] is head and self._passes[1] >= self._max_passes:
             return []
@@ -182,12 +181,13 @@ class Joiner:
         idle = not (rows.decodes or rows.prefills or self._live.in_flight or draft.work or draft.pressure)
         if not rows.paused or not idle or obstacle not in (State.WAIT_KV, State.WAIT_SLOT):
             return False
-        self._live.preempt(rows.paused[-1], draft.now_ns)
+        self._planner.preempter.displace(rows.paused[-1], draft.now_ns)
         return True
 
     def _enter(self, request: Request, draft: Draft, shortest_behind: float) -> State | None:
         """Give `request` a row, blocks and a chunk; else why not, with nothing changed."""
         live, parent = self._live, request.fork_of
+        swapped = bool(live.cache.swapped_tokens(request))
         spare = self._reserve.blocks()
         if self._refused == (request, live.cache.num_releases):
             return State.WAIT_KV  # nothing was freed since it did not fit: its prefix is not looked up again
@@ -198,8 +198,8 @@ class Joiner:
         if parent is not None and fork_at and self._may_fork and live.cache.can_fork(parent, fork_at):
             num_new = self._fork(parent, request, spare, draft)
         else:
-            hit = live.cache.match(request)
-            if self._is_coming(request, hit):
+            hit, num_copied = self._come_by(request)
+            if not swapped and self._is_coming(request, hit):
                 request.row = -1
                 return State.WAIT_POLICY
             num_new = self._take(
@@ -209,15 +209,27 @@ class Joiner:
                 spare,
                 draft,
             )
+            live.counters.host_hits_tokens += num_copied if num_new else 0
         if not num_new:
             request.row = -1
             return State.WAIT_KV
         request.fork_of = None
-        resident = live.enter(request, draft.now_ns)
+        resident = live.enter(request, draft.now_ns, swapped)
         resident.room = live.cache.room(request)
         draft.enter.append(_row_enter(resident))
-        self._planner.chunk(resident, request.num_computed, num_new, draft)
+        self._planner.begin(resident, num_new, draft)
         return None
+
+    def _come_by(self, request: Request) -> tuple[int, int]:
+        """(positions whose KV need not be computed, of those the ones of a prefix that only the host has)."""
+        cache = self._live.cache
+        swapped = cache.swapped_tokens(request)
+        here = swapped or cache.match(request)
+        if swapped or not cache.host.num_slots:
+            return here, 0
+        more = cache.match(request, from_host=True) - here
+        more = more if more and self._planner.preempter.copies_back(more) else 0
+        return here + more, more
 
     def _is_coming(self, request: Request, hit_tokens: int) -> bool:
         """Whether a step that is planned or in flight fills the next block `request` could share: it waits for that."""
@@ -249,7 +261,7 @@ class Joiner:
         return 1
 
     def _take(self, request: Request, hit: int, num_new: int, spare: int, draft: Draft) -> int:
-        """Take what is cached of the request, and blocks for all that is known of it."""
+        """Take what is cached of the request, or kept of it on the host, and blocks for all that is known of it."""
         cache, known = self._live.cache, len(request.tokens)
         edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         while edits is None and cache.has_windows and num_new > 1 and not self._whole_prompts:

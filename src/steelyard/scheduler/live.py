@@ -1,7 +1,7 @@
 """Every live request and the moves between its places: waiting, resident, ended but in flight, gone.
 
     add -> waiting -> enter -> resident -> end -> (last step in flight commits) -> gone
-              ^------ preempt ----'
+              ^------ preempt ----'        its KV is lost, or kept on the host
 
 Each move keeps request, row, blocks and ledger in step. Decides nothing.
 """
@@ -23,11 +23,16 @@ from steelyard.scheduler.waiting import WaitingQueue
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was planned and not committed. `states`: what rows turn to when the step before it commits."""
+    """A step that was planned and not committed.
+
+    states   what rows turn to when the step before it commits
+    swapped  requests whose KV it moves to the host
+    """
 
     plan: StepPlan
     works: dict[int, RowWork]
     states: list[tuple[Resident, State]] = field(default_factory=list)
+    swapped: list[Request] = field(default_factory=list)
 
 
 class Live:
@@ -41,6 +46,7 @@ class Live:
         self.counters = Counters()
         self.in_flight: deque[Flight] = deque()
         self.edits: list[TableEdit] = []  # behind windows, for the next plan
+        self.swapping: list[Request] = []  # whose KV the next plan moves to the host
         self.requests: dict[str, dict[int, Request]] = {}
         self.paused_ids: set[str] = set()
         self.num_with_grammar = 0
@@ -60,26 +66,37 @@ class Live:
         self.num_with_grammar += request.has_grammar
         self.waiting.push(request)
 
-    def enter(self, request: Request, now_ns: int) -> Resident:
-        """Waiting -> resident. Until the step in flight commits, its time is the engine's gap."""
+    def enter(self, request: Request, now_ns: int, swapped: bool = False) -> Resident:
+        """Waiting -> resident. Until the step in flight commits, its time is the engine's gap.
+
+        A swapped request's is the way back, and that of the step which copies its KV.
+        """
         self.waiting.remove(request)
         resident = self.rows.enter(request)
-        request.to(State.ENGINE_GAP, now_ns)
+        request.to(State.SWAP_IN if swapped else State.ENGINE_GAP, now_ns)
+        if swapped:
+            resident.swapped_at = request.num_computed
+            self.counters.swaps_in += 1
         resident.gap_ns = self.gaps.read(now_ns, bool(self.in_flight))
         return resident
 
-    def preempt(self, resident: Resident, now_ns: int) -> None:
-        """Resident -> waiting, by recompute: its blocks go back, its tokens stay. It has no row in flight."""
+    def preempt(self, resident: Resident, now_ns: int, swap: bool = False) -> None:
+        """Resident -> waiting: its blocks go back, its tokens stay. It has no row in flight.
+
+        `swap` keeps its KV on the host, if there is room; else it is computed again.
+        """
         assert resident.flight is None, "preempted with a row in flight"
         request = resident.request
-        self.set_state(resident, State.PREEMPTED, now_ns)
+        swapped = swap and self.cache.swap_out(request)
+        self.set_state(resident, State.SWAP_OUT if swapped else State.PREEMPTED, now_ns)
         self.rows.unlist(resident)
         self._vacate(resident)
-        request.recompute_until = max(request.num_computed, request.recompute_until)
+        if swapped:
+            self.swapping.append(request)
+            self.counters.swaps_out += 1
+        else:
+            self._lose(request)
         request.num_computed = 0
-        if len(request.prompt_logprobs) < request.prompt_len - 1:
-            request.prompt_logprobs.clear()
-        request.pooled.clear()
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self.waiting.push(request)
@@ -92,6 +109,7 @@ class Live:
         self._count(reason)
         if resident is None:
             self.waiting.remove(request)
+            self.cache.release(request)
             request.to(State.ENDED, now_ns)
         else:
             self.rows.unlist(resident)
@@ -133,9 +151,18 @@ class Live:
 
     # inside
 
+    @staticmethod
+    def _lose(request: Request) -> None:
+        """Its KV is given up: what came of its prompt's positions will come again."""
+        request.recompute_until = max(request.num_computed, request.recompute_until)
+        if len(request.prompt_logprobs) < request.prompt_len - 1:
+            request.prompt_logprobs.clear()
+        request.pooled.clear()
+
     def _vacate(self, resident: Resident) -> None:
         row = resident.row
-        self.cache.release(resident.request)
+        if not self.cache.swapped_tokens(resident.request):
+            self.cache.release(resident.request)
         self.rows.leave_row(resident)
         if self.edits:
             self.edits = [edit for edit in self.edits if edit.row != row]

@@ -42,6 +42,8 @@ class Counters:
     prefix_queries_tokens   prompt tokens looked up at first admission, and of those prefix_hits_tokens found
     recomputed_tokens       positions computed again after a preemption, whether or not their request ends well
     prefill_chunks          pieces in which prompts and lost positions were computed
+    swaps_out, swaps_in     of the preemptions, those that kept their KV on the host; those of them that came back
+    host_hits_tokens        of prefix_hits_tokens, those copied back from the host
     overshoot_tokens        computed beyond a request's end and thrown away
     """
 
@@ -52,6 +54,9 @@ class Counters:
     prefix_hits_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    host_hits_tokens: int = 0
     overshoot_tokens: int = 0
     prefill_chunks: int = 0
     forks: int = 0

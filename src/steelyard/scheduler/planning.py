@@ -14,7 +14,8 @@ from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, TableEdit, Wa
 from steelyard.core.timed import State
 from steelyard.scheduler.live import Flight, Live
 from steelyard.scheduler.options import SchedulerOptions
-from steelyard.scheduler.protocols import Faults, Order
+from steelyard.scheduler.preempting import Preempter
+from steelyard.scheduler.protocols import Faults
 from steelyard.scheduler.rows import Resident
 
 
@@ -43,9 +44,9 @@ class Draft:
 class Planner:
     """Writes plans over `Live`. Preempts only for running requests, and never the anchor."""
 
-    def __init__(self, live: Live, order: Order, faults: Faults, options: SchedulerOptions) -> None:
+    def __init__(self, live: Live, preempter: Preempter, faults: Faults, options: SchedulerOptions) -> None:
         self._live = live
-        self._order = order
+        self.preempter = preempter
         self._faults = faults
         self._keeps_kv = options.kv_cache
         self._whole_prompts = options.whole_prompts
@@ -105,12 +106,27 @@ class Planner:
             return remaining if remaining <= budget else 0
         return share(remaining, budget, shortest_behind)
 
+    def begin(self, resident: Resident, num_new: int, draft: Draft) -> None:
+        """The first work of a request that has just got its row: a chunk, or, where it was swapped, its next token."""
+        request = resident.request
+        start = request.num_computed
+        if not request.is_decoding:
+            self.chunk(resident, start, num_new, draft)
+            return
+        resident.known_len = start
+        self._live.rows.promote(resident)
+        if start != resident.swapped_at:
+            draft.states.append((resident, State.DECODE))
+        resident.flight = RowWork(resident.row, start, 1, resident.want)
+        draft.work.append(resident.flight)
+        draft.budget -= 1
+
     def chunk(self, resident: Resident, start: int, num_new: int, draft: Draft) -> None:
         """Write a chunk of prefill into the draft; its blocks are there."""
         request = resident.request
         known = len(request.tokens)
         state = State.RECOMPUTE if start < request.recompute_until else State.PREFILL
-        if request.state is not state:
+        if request.state is not state and start != resident.swapped_at:
             draft.states.append((resident, state))
         want = resident.want if start + num_new == known else Want.NOTHING
         if request.sampling.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1:
@@ -160,12 +176,14 @@ class Planner:
             leave=tuple(live.rows.leave),
             edits=(*live.edits, *draft.edits),
             copies=tuple(draft.copies),
+            swaps=live.cache.host.take_swaps(),
             work=tuple(draft.work),
             masked=self._masked(draft) if live.num_with_grammar else (),
         )
         live.edits = []
         live.rows.leave.clear()
-        return Flight(plan, {work.row: work for work in plan.work}, draft.states)
+        swapped, live.swapping = live.swapping, []
+        return Flight(plan, {work.row: work for work in plan.work}, draft.states, swapped)
 
     def _masked(self, draft: Draft) -> tuple[int, ...]:
         """Rows that sample and are held to a grammar."""
@@ -189,25 +207,12 @@ class Planner:
             if live.in_flight:
                 self.draining = True
                 return False
-            victim = self._victim(draft.now_ns)
+            victim = self.preempter.victim(draft.now_ns)
             if victim is None:
                 return False
-            live.preempt(victim, draft.now_ns)
+            self.preempter.displace(victim, draft.now_ns)
             if victim is resident:
                 return False
-
-    def _victim(self, now_ns: int) -> Resident | None:
-        """Whom to preempt: a paused request first, else the last by the order's victim key; never the anchor.
-
-        Requests already in this step's plan have work in flight and are left alone.
-        """
-        rows = self._live.rows
-        anchor = rows.anchor()
-        for candidates in (rows.paused, [*rows.decodes, *rows.prefills]):
-            free = [r for r in candidates if r.flight is None and r is not anchor]
-            if free:
-                return max(free, key=lambda r: self._order.victim_key(r.request, now_ns))
-        return None
 
 
 def share(remaining: int, budget: int, shortest_behind: float) -> int:

@@ -22,7 +22,14 @@ class Order(Protocol):
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]: ...
 
     def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
-        """The running request with the highest key is preempted first."""
+        """Its class: running requests of the highest key are preempted first, of those the one with least to lose.
+
+        Of the same length for all requests.
+        """
+        ...
+
+    def over_share(self, request: Request) -> bool:
+        """Whether its tenant has more than its share: such a request is preempted before all others."""
         ...
 
     def activate(self, tenant: str, weight: float, others: Collection[str]) -> None:

@@ -19,6 +19,7 @@ class Resident:
     room        positions its block tables hold
     known_len   tokens known when it entered: while there are no more, its prefill has not ended
     end_len     length at which it ends; the token at end_len - 1 is never an input
+    swapped_at  where its first work begins if it was swapped; else -1
     gap_ns      the gap meter's reading when its current state began
     is_prefill  known tokens are still to be computed beyond the work in flight
     ended       the client has its end; it waits for its last step in flight
@@ -37,6 +38,7 @@ class Resident:
         "request",
         "room",
         "row",
+        "swapped_at",
         "want",
     )
 
@@ -49,6 +51,7 @@ class Resident:
         self.room = 0
         self.known_len = len(request.tokens)
         self.end_len = request.prompt_len + request.max_tokens
+        self.swapped_at = -1
         self.gap_ns = 0
         self.is_prefill = True
         self.paused = False

@@ -24,6 +24,7 @@ from steelyard.scheduler.live import Live
 from steelyard.scheduler.options import Counters, SchedulerOptions
 from steelyard.scheduler.planning import Draft, Planner
 from steelyard.scheduler.policies.fcfs import Fcfs
+from steelyard.scheduler.preempting import Preempter
 from steelyard.scheduler.protocols import Batching, Cost, Faults, Order
 
 
@@ -54,7 +55,8 @@ class Scheduler:
         self._cost = cost
         self._faults = faults or Faults()
         self._live = Live(cache, self.max_num_seqs, int(options.short_share * self.max_num_batched_tokens))
-        self._planner = Planner(self._live, self._order, self._faults, options)
+        preempter = Preempter(self._live, self._order, cost)
+        self._planner = Planner(self._live, preempter, self._faults, options)
         self._joiner = Joiner(self._live, self._planner, self._order, options, self._faults)
         self._committer = Committer(self._live, self._faults)
         self._num_added = 0

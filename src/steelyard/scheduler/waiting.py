@@ -10,10 +10,11 @@ from steelyard.core.request import Request
 from steelyard.core.timed import State
 
 _by_key = attrgetter("order_key")
+DISPLACED = frozenset({State.PREEMPTED, State.SWAP_OUT, State.SWAPPED})
 
 
 class WaitingQueue:
-    """Sorted by `order_key`. A preempted request goes back to its old place and stays PREEMPTED while it waits.
+    """Sorted by `order_key`. A preempted request goes back to its old place and stays displaced while it waits.
 
     short       those of at most `short_len` known tokens, in the same order
     tenants     how many requests of each tenant wait; only of those that have some
@@ -75,5 +76,5 @@ class WaitingQueue:
 
     @staticmethod
     def _set(request: Request, reason: State, now_ns: int) -> None:
-        if request.state is not reason and request.state is not State.PREEMPTED:
+        if request.state is not reason and request.state not in DISPLACED:
             request.to(reason, now_ns)

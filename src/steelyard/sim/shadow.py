@@ -5,7 +5,8 @@
     next token = mix(chain, seed): wrong KV that escaped the walk would still change the text
 
 A stale table, a skipped copy, a block freed too early, a write to a shared block or another tenant's KV raises
-ShadowError. Steps run when launched and are revealed when collected, as on a device with a stream.
+ShadowError. So does a swap that a side stream could not make at once: a step not yet collected uses its block. Steps
+run when launched and are revealed when collected, as on a device with a stream.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from steelyard.core.step import (
 _MASK = 2**64 - 1
 _Slot = tuple[int, int, int]
 _EMPTY: _Slot = (-1, -1, -1)
+_Block = tuple[int, int]
 
 
 class ShadowError(AssertionError):
@@ -88,7 +90,10 @@ class ShadowRunner:
         ]
         self._holders: list[Counter[int]] = [Counter() for _ in caps.groups]
         self._pending: deque[StepResult] = deque()
+        self._host: list[dict[int, list[_Slot]]] = [{} for _ in caps.groups]
+        self._in_use: deque[tuple[set[_Block], set[_Block]]] = deque()  # of steps not collected: (written, read)
         self.num_copies = 0
+        self.num_swaps = 0
 
     @property
     def caps(self) -> RunnerCaps:
@@ -121,6 +126,7 @@ class ShadowRunner:
         timing = StepTiming(launch_ns, launch_ns + device_ns, device_ns)
         result = StepResult(plan.id, tuple(rows), timing, prompt_logprobs, pooled, tuple(failed))
         self._pending.append(result)
+        self._in_use.append(self._used(plan) if self._caps.num_host_blocks else (set(), set()))
         return result
 
     def sample(self, step: StepResult, masks: dict[int, Any]) -> None:
@@ -128,6 +134,7 @@ class ShadowRunner:
 
     def collect(self, step: StepResult) -> StepResult:
         self._expect(bool(self._pending) and self._pending[0] is step, "steps are collected in launch order")
+        self._in_use.popleft()
         return self._pending.popleft()
 
     def memory(self) -> MemoryTerms:
@@ -153,10 +160,43 @@ class ShadowRunner:
             self._holders[edit.group].subtract(table[edit.first_index : end])
             table[edit.first_index : end] = edit.block_ids
             self._holders[edit.group].update(edit.block_ids)
+        self._swap(plan)
         for copy in plan.copies:
             self.num_copies += 1
             blocks = self._kv[copy.group]
             blocks[copy.dst_block] = list(blocks[copy.src_block])
+
+    def _swap(self, plan: StepPlan) -> None:
+        """All reads of `out`, then all writes of `in`, as two batches: no block or slot twice in either."""
+        outs, ins = [s for s in plan.swaps if s.out], [s for s in plan.swaps if not s.out]
+        self._expect(plan.swaps == (*outs, *ins), "a swap in before a swap out")
+        for swaps in (outs, ins):
+            places = {(s.group, s.host_slot if s.out else s.device_block) for s in swaps}
+            self._expect(len(places) == len(swaps), "two swaps into one place")
+        for swap in plan.swaps:
+            self.num_swaps += 1
+            num_slots, block = self._caps.num_host_blocks[swap.group], (swap.group, swap.device_block)
+            self._expect(1 <= swap.host_slot <= num_slots, f"no such host slot: {swap}")
+            self._expect(swap.device_block != 0, f"the null block: {swap}")
+            busy = any(block in written or (not swap.out and block in read) for written, read in self._in_use)
+            self._expect(not busy, f"a step in flight uses the block: {swap}")
+            blocks, slots = self._kv[swap.group], self._host[swap.group]
+            if swap.out:
+                slots[swap.host_slot] = list(blocks[swap.device_block])
+            else:
+                self._expect(swap.host_slot in slots, f"nothing was put there: {swap}")
+                blocks[swap.device_block] = list(slots[swap.host_slot])
+
+    def _used(self, plan: StepPlan) -> tuple[set[_Block], set[_Block]]:
+        """Blocks that the step's rows write, and that they read."""
+        written, read, size = set[_Block](), set[_Block](), self._caps.block_size
+        for work in plan.work:
+            first, end = work.start // size, -(-(work.start + work.num_new) // size)
+            for g, (group, table) in enumerate(zip(self._caps.groups, self._rows[work.row].tables)):
+                visible = 0 if group.window is None else max(0, work.start - group.window + 1) // size
+                written |= {(g, b) for b in table[first:end]}
+                read |= {(g, b) for b in table[visible:end]}
+        return written, read
 
     def _new_row(self, enter: RowEnter) -> _Row:
         return _Row(

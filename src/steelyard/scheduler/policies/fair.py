@@ -20,7 +20,8 @@ _KEPT = 0.999
 
 
 class Fair(Fcfs):
-    """Requests of the tenant that has had the most are preempted first, its latest before its others.
+    """Requests of the tenant that has had the most are preempted first, of those the one with
+    least to lose, then the latest.
 
     A tenant that comes back is lifted to the lowest counter of those that wait: idling earns no credit. With nobody
     waiting, to that of the tenant that was admitted last, so that an empty queue earns none either.
@@ -49,6 +50,9 @@ class Fair(Fcfs):
 
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]:
         return (self.counter(request.tenant), request.start_ns)
+
+    def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
+        return (self.counter(request.tenant),)
 
     def activate(self, tenant: str, weight: float, others: Collection[str]) -> None:
         self._weights[tenant] = weight

@@ -9,7 +9,7 @@ from steelyard.scheduler.rows import Resident
 
 
 class Fcfs:
-    """Arrival order. A preempted request keeps its place; the latest arrival is preempted first.
+    """Arrival order. A preempted request keeps its place; of those with equal KV to lose the latest is preempted first.
 
     Starvation bound: none but earlier arrivals and short prompts go before a request, and of these at most
     `SchedulerOptions.max_passes` while it lacks a row or blocks.
@@ -22,7 +22,10 @@ class Fcfs:
         return (request.start_ns,)
 
     def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
-        return request.order_key
+        return ()
+
+    def over_share(self, request: Request) -> bool:
+        return False
 
     def activate(self, tenant: str, weight: float, others: Collection[str]) -> None:
         """Tenants are all one."""

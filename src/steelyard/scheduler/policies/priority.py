@@ -16,7 +16,7 @@ MAX_DISPLACED = 2
 
 
 class Priority(Fcfs):
-    """The least urgent, and of those the latest arrival, is preempted first.
+    """The least urgent are preempted first, of those the one with least to lose, then the latest arrival.
 
     A waiting request also displaces running ones of a less urgent class that came too late to have outlived it.
     The displaced cannot displace it in turn, and each only so often: nobody goes to and fro.
@@ -31,6 +31,9 @@ class Priority(Fcfs):
 
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]:
         return (request.start_ns + request.priority * self._aging_ns,)
+
+    def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
+        return (request.priority,)
 
     def may_displace(self, waiting: Request, running: Request) -> bool:
         more_urgent = waiting.priority < running.priority and waiting.order_key < running.order_key

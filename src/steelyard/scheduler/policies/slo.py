@@ -56,6 +56,9 @@ class Slo(Fcfs):
             self._relegated.append(request)
         return (request.slo_rank, due_ns + self._alpha * work_ns)
 
+    def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
+        return request.order_key[:-1]
+
     def entered(self, request: Request) -> bool:
         self._num_entered += 1
         if self._num_entered % RELEGATED_SHARE:
