@@ -13,6 +13,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
 LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+KV_CACHE_DTYPES = ("auto", "fp8")
 BATCHINGS = ("static", "dynamic", "continuous")
 KV_CACHES = ("on", "off")
 KV_ALLOCATIONS = ("paged", "contiguous", "contiguous-max")
@@ -59,6 +60,7 @@ class EngineConfig:
     kv_cache: str = "on"
     kv_allocation: str = "paged"
     attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
     scheduling_policy: str = "fcfs"
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -69,6 +71,7 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             _at_least(flag, getattr(self, flag), 1)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
+from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.triton_act import embed, gated
 from steelyard.kernels.triton_attention import TritonAttention
 from steelyard.kernels.triton_configs import AttentionShape
@@ -40,8 +41,10 @@ def attention_batch(rows: int, tokens: int, num_decode: int) -> Batch:
 def attend(shape: AttentionShape, spec: AttnSpec, rows: tuple[int, ...] = (1, 64), gluon: bool = False) -> None:
     attention = TritonAttention(shape, META, pdl=True)
     attention._gluon = gluon
-    pool = empty(128, 4, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=shape.dtype)
-    kv = KvLayer(pool[:, 1, 0], pool[:, 1, 1], shape.block_size)
+    held = FP8 if shape.is_fp8 else shape.dtype
+    pool = empty(128, 4, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=held)
+    scale = empty(shape.num_kv_heads, dtype=torch.float32) if shape.is_fp8 else None
+    kv = KvLayer(pool[:, 1, 0], pool[:, 1, 1], shape.block_size, scale, scale)
     for num_rows in rows:
         tokens = num_rows + 64
         q = empty(tokens, shape.num_heads, shape.head_dim, dtype=shape.dtype)
@@ -77,6 +80,25 @@ def attention_options() -> None:
     attend(shape_of(8, 4, 256, windows=(1024,)), AttnSpec(0.09, window=1024, softcap=50.0), rows=(1,))
     attend(shape_of(64, 8, 64, windows=(128,)), AttnSpec(0.09, window=128, sinks=empty(64)), rows=(1,))
     attend(shape_of(9, 3, 64, 16, dtype=torch.float32), AttnSpec(0.09), rows=(1,))
+
+
+def attention_fp8() -> None:
+    """An fp8 pool: the common shapes, other head sizes, and every option; and the kernel that writes it."""
+    for block in (16, 64, 128):
+        attend(shape_of(32, 8, 128, block, is_fp8=True), AttnSpec(scale=0.09))
+    for heads, kv_heads, dim in ((9, 3, 64), (32, 32, 80), (8, 4, 256)):
+        for block in (16, 64):
+            attend(shape_of(heads, kv_heads, dim, block, is_fp8=True), AttnSpec(scale=0.09), rows=(1,))
+    for window in (None, 1024):
+        shape = shape_of(32, 8, 128, windows=(window,), is_fp8=True)
+        attend(shape, AttnSpec(0.09, window=window, softcap=30.0, sinks=empty(32), want_lse=True), rows=(1,))
+    shape = shape_of(8, 4, 256, windows=(1024,), is_fp8=True)
+    attend(shape, AttnSpec(0.09, window=1024, softcap=50.0), rows=(1,))
+    pool, scale = empty(16, 8, 64, 128, dtype=FP8), empty(8, dtype=torch.float32)
+    layer_kv = (KvLayer(pool, pool, 64, scale, scale), empty(1, dtype=torch.int64))
+    for tokens in (1, 256):
+        rotary = empty(tokens, 128, dtype=torch.float32)
+        qk_norm_rope_write(empty(tokens, 48 * 128), (32, 8, 128), rotary, None, None, layer_kv, True)
 
 
 def gluon() -> None:
@@ -141,6 +163,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_common": attention_common,
     "attention_sizes": attention_sizes,
     "attention_options": attention_options,
+    "attention_fp8": attention_fp8,
     "gluon": gluon,
     "layer": layer,
     "sampling": sampling,

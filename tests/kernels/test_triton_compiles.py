@@ -19,7 +19,8 @@ SHARED_LIMIT_BYTES = 227 * 1024
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "case", ["attention_common", "attention_sizes", "attention_options", "gluon", "layer", "sampling", "moe"]
+    "case",
+    ["attention_common", "attention_sizes", "attention_options", "attention_fp8", "gluon", "layer", "sampling", "moe"],
 )
 def test_launches_compile_without_spills(case: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -12,6 +12,7 @@ from steelyard.config import (
     DEVICES,
     DTYPES,
     KV_ALLOCATIONS,
+    KV_CACHE_DTYPES,
     KV_CACHES,
     LOAD_FORMATS,
     SCHEDULING_POLICIES,
@@ -66,6 +67,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
         action=argparse.BooleanOptionalAction,
         help="keep the KV of finished requests for later ones with the same beginning (default: on)",
     )
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="fp8: one byte a number (default: auto, as computed)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     add(
         "--async-scheduling",

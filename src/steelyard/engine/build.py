@@ -104,6 +104,7 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         seed=config.seed,
         attention_backend=config.attention_backend,
         whole_prompts=config.whole_prompts,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     try:
         return start_runner(checkpoint, options)

@@ -18,7 +18,9 @@ from torch import Tensor
 class KvLayer:
     """Views of one layer's K and V, each [blocks, Hkv, block_size, D]; the block stride may be large.
 
-    Scales are None unless the pool is fp8. Block 0 is the null block: readable, never written by a request.
+    Scales, float32 [Hkv], are None unless the pool is fp8 (kv_fp8.py): a number is what is stored times its head's
+    scale. Their values are set once, before the first step.
+    Block 0 is the null block: readable, never written by a request.
     The pool starts as zeros and v is written finite (NaN and infinities as 0): kernels read whole blocks and weigh
     unseen slots with zero, which a NaN would survive. A NaN in k stays, and shows in its own request's logits.
     """

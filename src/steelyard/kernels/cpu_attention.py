@@ -97,7 +97,8 @@ class CpuAttention:
         for number, bundle in enumerate(self._bundles):
             place = (number, spec.group, spec.window, spec.causal, _is_plain(spec))
             if place not in self._keys:
-                self._keys[place] = _visible_keys(bundle, kv, batch.tables[spec.group], spec)
+                dtype = _computed_in(q, kv)
+                self._keys[place] = _visible_keys(bundle, kv, batch.tables[spec.group], spec, dtype)
             _attend(bundle, self._keys[place], q, kv, spec, out, lse)
         return lse
 
@@ -136,8 +137,11 @@ def _bundle(rows: list[int], starts: list[int], counts: list[int], lengths: list
     )
 
 
-def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec) -> Keys:
-    """The blocks that hold any key some query of the bundle sees, and the mask over their slots."""
+def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dtype: torch.dtype) -> Keys:
+    """The blocks that hold any key some query of the bundle sees, and the mask over their slots.
+
+    A mask that is added is of `dtype`.
+    """
     size = kv.block_size
     first_q = bundle.ctx_len - bundle.q_len
     lowest = torch.zeros_like(first_q) if spec.window is None else (first_q - spec.window + 1).clamp(min=0)
@@ -162,7 +166,7 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec) ->
         return Keys(index, num_keys, visible[:, None])
     if bundle.is_fresh and spec.causal and (spec.window is None or bundle.num_q <= spec.window):
         return Keys(index, num_keys, None, is_causal=True)
-    added = torch.zeros(visible.shape, dtype=kv.k.dtype).masked_fill_(~visible, -torch.inf)
+    added = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
     return Keys(index, num_keys, added[:, None])
 
 
@@ -174,9 +178,14 @@ def _attend(
         queries = q[bundle.first : bundle.first + num_rows * num_q]
     else:
         queries = q[bundle.tokens]
-    queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2).to(kv.k.dtype)
-    k, v = (_gather(pool, keys, num_rows, kv.block_size) for pool in (kv.k, kv.v))
+    dtype = _computed_in(q, kv)
+    queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2).to(dtype)
+    k, v = (_gather(pool, keys, num_rows, kv.block_size).to(dtype) for pool in (kv.k, kv.v))
+    if kv.k_scale is not None:
+        queries = queries * _per_query_head(kv.k_scale, num_heads, dtype)
     found, found_lse = _attend_dense(queries, k, v, keys, spec)
+    if kv.v_scale is not None:
+        found = found * _per_query_head(kv.v_scale, num_heads, dtype)
     packed = found.transpose(1, 2).reshape(num_rows * num_q, num_heads, -1)
     # Padding repeats a row's last query, so it is written twice with equal values.
     tokens = bundle.tokens
@@ -188,6 +197,16 @@ def _attend(
         packed_lse = found_lse.transpose(1, 2).reshape(num_rows * num_q, num_heads)
         at = torch.arange(bundle.first, bundle.first + num_rows * num_q) if tokens is None else tokens
         lse.index_copy_(0, at, packed_lse)
+
+
+def _computed_in(q: Tensor, kv: KvLayer) -> torch.dtype:
+    """The dtype of a call: the keys' own, the queries' where keys are fp8."""
+    return kv.k.dtype if kv.k_scale is None else q.dtype
+
+
+def _per_query_head(scale: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """A scale of each KV head [Hkv] for [R, Hq, Q, D]."""
+    return scale.repeat_interleave(num_heads // scale.numel()).to(dtype)[:, None, None]
 
 
 def _gather(pool: Tensor, keys: Keys, num_rows: int, block_size: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from steelyard.kernels.attention import KvLayer
+from steelyard.kernels.kv_fp8 import as_bytes, to_stored
 
 
 class KvWriter:
@@ -21,10 +22,11 @@ class KvWriter:
     def write(self, k: Tensor, v: Tensor, kv: KvLayer, slots: Tensor) -> None:
         """k, v [T, Hkv, D] to `slots` int64 [T]: one row copy per (token, head) and pool; slot -1 is left out."""
         _, index, kept = self._place(kv, slots)
-        for pool, new in ((kv.k, k), (kv.v, v)):
+        for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
             used = new if kept is None else new[kept]
             dim = pool.shape[3]
-            as_runs(pool, dim).index_copy_(0, index, used.reshape(-1, dim).to(pool.dtype))
+            stored = to_stored(used, scale, pool.dtype).reshape(-1, dim)
+            as_bytes(as_runs(pool, dim)).index_copy_(0, index, as_bytes(stored))
 
     def _place(self, kv: KvLayer, slots: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(slots, rows of the pool [T * Hkv], tokens that are no padding or None for all)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from steelyard.kernels.attention import Attention, AttnSpec, Batch, KvLayer
 from steelyard.kernels.backend import Fusions, Stored
+from steelyard.kernels.kv_fp8 import as_bytes, to_stored
 from steelyard.kernels.sampling import Controls
 
 
@@ -20,8 +21,8 @@ def write_kv(k: Tensor, v: Tensor, kv: KvLayer, slots: Tensor) -> None:
     """Scatter k, v [T, Hkv, D] into the pool at `slots` [T]; slot -1 is padding and is not written."""
     kept = slots >= 0
     block, offset = slots[kept] // kv.block_size, slots[kept] % kv.block_size
-    kv.k[block, :, offset] = k[kept].to(kv.k.dtype)
-    kv.v[block, :, offset] = v[kept].to(kv.v.dtype)
+    for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
+        as_bytes(pool)[block, :, offset] = as_bytes(to_stored(new[kept], scale, pool.dtype))
 
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
@@ -128,9 +129,12 @@ class ReferenceAttention:
                 continue
             at = torch.arange(ctx)
             block, offset = table[row, at // kv.block_size].long(), at % kv.block_size
-            keys, values = _wide(kv.k[block, :, offset]), _wide(kv.v[block, :, offset])
             wide = _wide(q[first:last])
-            row_out, row_lse = attend_row(wide, keys.to(wide.dtype), values.to(wide.dtype), spec)
+            keys, values = (
+                _read(pool[block, :, offset], scale, wide.dtype)
+                for pool, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+            )
+            row_out, row_lse = attend_row(wide, keys, values, spec)
             out[first:last] = row_out.to(out.dtype)
             lse[first:last] = row_lse
         return lse if spec.want_lse else None
@@ -193,6 +197,12 @@ class ReferenceBackend:
             for i, row in enumerate(logits)
         ]
         return torch.tensor(chosen, dtype=torch.int64)
+
+
+def _read(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a pool's numbers [C, Hkv, D] stand for."""
+    wide = _wide(stored).to(dtype)
+    return wide if scale is None else wide * scale.to(dtype)[:, None]
 
 
 def _wide(x: Tensor) -> Tensor:

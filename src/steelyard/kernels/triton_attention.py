@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from steelyard.errors import StartError
 from steelyard.kernels import gluon_prefill
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
+from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.select import TRITON_BLOCK_SIZES, TRITON_HEAD_DIMS
 from steelyard.kernels.triton_common import NO_WINDOW, early, power_of_two
 from steelyard.kernels.triton_configs import (
@@ -40,7 +41,7 @@ from steelyard.kernels.triton_plan import (
     plan_prefill,
 )
 from steelyard.kernels.triton_prefill import prefill
-from steelyard.kernels.triton_rope_kv import write_kv
+from steelyard.kernels.triton_rope_kv import scales_or, write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +141,14 @@ class TritonAttention:
         pdl = self._pdl and not merge_last
         common = self._heads(lse, pdl)
         decode_split[(shape.num_kv_heads, items)](
-            q, kv.k, kv.v, out, out if lse is None else lse, self._part_out, self._part_lse, self._done,
-            q if spec.sinks is None else spec.sinks, table, self._items[which * items * ITEM_FIELDS :],
+            q, kv.k, kv.v, *scales_or(kv, q), out, out if lse is None else lse, self._part_out, self._part_lse,
+            self._done, q if spec.sinks is None else spec.sinks, table, self._items[which * items * ITEM_FIELDS :],
             self._counts[which * COUNT_FIELDS :], spec.scale, spec.softcap or 1.0, q.stride(0), out.stride(0),
             table.stride(0), kv.k.stride(0), **common, GP=max(16, power_of_two(shape.group)),
             GB=power_of_two(shape.group),
             BN=config.tile, BLOCK=kv.block_size, CARRY=config.carry, STAGES=config.stages, WINDOW=spec.window or 0,
             SOFTCAP=spec.softcap is not None, SINKS=spec.sinks is not None, MERGE_LAST=merge_last, PB=8,
-            num_warps=config.warps, **register_cap(config), **early(pdl),
+            SCALED=shape.is_fp8, num_warps=config.warps, **register_cap(config), **early(pdl),
         )  # fmt: skip
         if not merge_last:
             decode_merge[(rows, shape.num_heads)](
@@ -172,12 +173,14 @@ class TritonAttention:
             return
         pool = self._pool(kv, config)
         prefill[(shape.num_kv_heads, self._num_tiles(batch))](
-            q, pool.k, pool.v, out, out if lse is None else lse, q if spec.sinks is None else spec.sinks, table,
-            self._tiles, count, batch.ctx_len, spec.scale, spec.softcap or 1.0, q.stride(0), out.stride(0),
-            table.stride(0), pool.block_stride, H=shape.num_heads, HK=shape.num_kv_heads, D=shape.head_dim,
+            q, pool.k, pool.v, *scales_or(kv, q), out, out if lse is None else lse,
+            q if spec.sinks is None else spec.sinks, table, self._tiles, count, batch.ctx_len,
+            spec.scale, spec.softcap or 1.0, q.stride(0), out.stride(0), table.stride(0), pool.block_stride,
+            H=shape.num_heads, HK=shape.num_kv_heads, D=shape.head_dim,
             DP=shape.padded_dim, BM=config.rows, BN=config.tile, BLOCK=kv.block_size, STAGES=config.stages,
             TMA=config.tma, CAUSAL=spec.causal, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None,
-            SINKS=spec.sinks is not None, WANT_LSE=lse is not None, PDL=self._pdl, num_warps=config.warps,
+            SINKS=spec.sinks is not None, WANT_LSE=lse is not None, SCALED=shape.is_fp8, PDL=self._pdl,
+            num_warps=config.warps,
             **register_cap(config), **early(self._pdl),
         )  # fmt: skip
 
@@ -194,7 +197,8 @@ class TritonAttention:
     def _check_call(self, q: Tensor, kv: KvLayer, spec: AttnSpec, out: Tensor) -> None:
         shape = self.shape
         assert spec.window in self._windows, f"window {spec.window} was not announced: {self._windows}"
-        assert kv.block_size == shape.block_size and kv.k_scale is None and kv.v_scale is None
+        assert kv.block_size == shape.block_size
+        assert (kv.k.dtype == FP8) == (kv.k_scale is not None) == (kv.v_scale is not None) == shape.is_fp8
         assert q.shape[1:] == (shape.num_heads, shape.head_dim) and q.stride()[1:] == (shape.head_dim, 1)
         assert out.shape == q.shape and out.stride()[1:] == (shape.head_dim, 1)
         assert kv.k.shape[1:] == (shape.num_kv_heads, shape.block_size, shape.head_dim)

@@ -73,6 +73,26 @@ def kv_offsets(ids, key, n, kv_head, block_stride, BLOCK: tl.constexpr, D: tl.co
 
 
 @triton.jit
+def to_stored(x, scale, dtype: tl.constexpr, SCALED: tl.constexpr):
+    """x as a pool of `dtype` holds it: kv_fp8.to_stored. NaN stays NaN."""
+    y = x
+    if SCALED:
+        y = x.to(tl.float32) / scale
+        y = tl.where(y > 448.0, 448.0, tl.where(y < -448.0, -448.0, y))
+    return y.to(dtype)
+
+
+@triton.jit
+def multiplied_in(x, SCALED: tl.constexpr):
+    """A tile as its product takes it: beside an fp8 pool in float16, which holds e4m3 exactly and costs one hardware
+    instruction a pair of numbers; float32 stays."""
+    y = x
+    if SCALED and x.dtype != tl.float32:
+        y = x.to(tl.float16)
+    return y
+
+
+@triton.jit
 def soft_cap(s, cap):
     """cap * tanh(s / cap), with tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, no overflow."""
     return cap * (1.0 - 2.0 / (1.0 + tl.math.exp2(s * (2.0 * 1.4426950408889634 / cap))))

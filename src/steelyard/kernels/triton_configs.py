@@ -7,6 +7,9 @@ What was measured (bf16, 32 query heads on 8 KV heads, head size 128) and what i
              Never split a row where rows x KV heads fill the machine: 35 us against 43 to 47 at 32 rows of 1k.
     prefill  128 x 64 tiles, 8 warps. At head size 128 two stages and at most 128 registers (two programs a
              multiprocessor) beat three stages; at 64 two programs fit anyway.
+
+Over an fp8 pool the tiles were chosen by what compiles without spilling, not yet by measurement: numbers are widened
+in registers, so fewer programs share a multiprocessor, and a stage has half the bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class AttentionShape:
     """What is fixed for a model and a server: heads, blocks, the largest step, and the windows of its KV groups.
 
     windows  one entry per KV group (None: full attention); equal entries share a table
-    dtype    of q, k, v and the pool
+    dtype    of q, k, v
+    is_fp8   the pool is fp8 (kv_fp8.py); else of `dtype` too
     """
 
     num_heads: int
@@ -38,6 +42,7 @@ class AttentionShape:
     max_tokens: int
     windows: tuple[int | None, ...] = (None,)
     dtype: torch.dtype = torch.bfloat16
+    is_fp8: bool = False
     target_programs: int = BUSY_PROGRAMS
 
     @property
@@ -90,9 +95,14 @@ def decode_config(shape: AttentionShape, rows: int) -> DecodeConfig:
     merge_last = programs >= shape.target_programs
     if shape.dtype == torch.float32:
         return DecodeConfig(tile=32, warps=4, stages=2, carry=True, merge_last=merge_last)
+    crowded = 3 * MULTIPROCESSORS < programs <= 5 * MULTIPROCESSORS and shape.block_size >= 64
+    if shape.is_fp8:
+        tile = 32 if shape.padded_dim == 256 else 64
+        if crowded and shape.padded_dim < 256:  # at most 128 registers: four programs share a multiprocessor
+            return DecodeConfig(tile, warps=4, stages=3, carry=True, merge_last=merge_last, max_registers=128)
+        return DecodeConfig(tile, warps=4, stages=4, carry=True, merge_last=merge_last)
     if shape.padded_dim == 256:
         return DecodeConfig(tile=32, warps=4, stages=3, carry=True, merge_last=merge_last)
-    crowded = 3 * MULTIPROCESSORS < programs <= 5 * MULTIPROCESSORS and shape.block_size >= 64
     if crowded:
         return DecodeConfig(tile=64, warps=4, stages=3, carry=False, merge_last=merge_last)
     return DecodeConfig(tile=64, warps=4, stages=3, carry=True, merge_last=merge_last)
@@ -106,7 +116,9 @@ def prefill_config(shape: AttentionShape) -> PrefillConfig:
     if shape.padded_dim == 64:
         return PrefillConfig(rows=128, tile=64, warps=8, stages=3, tma=tma)
     if shape.padded_dim == 256:
-        return PrefillConfig(rows=128, tile=32, warps=8, stages=2, tma=tma)
+        return PrefillConfig(rows=128, tile=16 if shape.is_fp8 else 32, warps=8, stages=2, tma=tma)
+    if tma and shape.is_fp8:
+        return PrefillConfig(rows=128, tile=64, warps=8, stages=2, tma=True)
     if tma:
         return PrefillConfig(rows=128, tile=64, warps=8, stages=2, tma=True, max_registers=128)
     return PrefillConfig(rows=128, tile=64, warps=8, stages=3, tma=False)

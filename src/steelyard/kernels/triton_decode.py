@@ -19,6 +19,7 @@ from steelyard.kernels.triton_common import (
     kv_offsets,
     let_successor_in,
     logits_log2,
+    multiplied_in,
     normalised,
     online_softmax,
     wait_for_predecessor,
@@ -70,17 +71,18 @@ def decode_merge(Out, Lse, PartOut, PartLse, Rows, out_stride, H: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def decode_split(Q, K, V, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items, Count, scale, cap, q_stride,
-                 out_stride, table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items, Count, scale, cap,
+                 q_stride, out_stride, table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                  DP: tl.constexpr, GP: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
                  CARRY: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr, MERGE_LAST: tl.constexpr, PB: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
+                 SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (HK, items). Q, Out [T, H, D] rows q_stride, out_stride apart; K, V [blocks, HK, BLOCK, D] pools.
 
     CARRY loads block ids one tile ahead; without it the pipeline keeps a single K/V buffer, which lets five programs
     share a multiprocessor where they would not fit otherwise. WINDOW 0: none; else the first tile may reach before
-    the row's window and is masked. PartOut float32 [items, H, D], PartLse float32 [items, H] in base 2.
+    the row's window and is masked. SCALED: K and V are fp8, KScale and VScale float32 [HK]. PartOut float32
+    [items, H, D], PartLse float32 [items, H] in base 2.
     """
     G: tl.constexpr = H // HK
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -96,6 +98,9 @@ def decode_split(Q, K, V, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items,
     head = kv_head * G + g
     live = (g < G)[:, None] & (d < D)[None, :]
     q = tl.load(Q + token.to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=live, other=0.0)
+    q = multiplied_in(q, SCALED)
+    if SCALED:
+        scale *= tl.load(KScale + kv_head)
     m = tl.full([GP], -1.0e20, tl.float32)
     den = tl.zeros([GP], tl.float32)
     if SINKS:
@@ -117,6 +122,8 @@ def decode_split(Q, K, V, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items,
         else:
             k = tl.load(K + off[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
             v = tl.load(V + off[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        if SCALED:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if WINDOW > 0:
             seen = seen & (j + n >= ctx - WINDOW)
         s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
@@ -126,6 +133,8 @@ def decode_split(Q, K, V, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items,
         if CARRY:
             ids = block_ids(table, j + BN, last, n, BLOCK, BN)
     acc = normalised(acc, den)
+    if SCALED:
+        acc *= tl.load(VScale + kv_head)
     if parts == 1:
         tl.store(Out + token.to(tl.int64) * out_stride + head[:, None] * D + d[None, :],
                  acc.to(Out.dtype.element_ty), mask=live)  # fmt: skip

@@ -22,6 +22,7 @@ from steelyard.kernels.triton_common import (
     kv_offsets,
     let_successor_in,
     logits_log2,
+    multiplied_in,
     normalised,
     online_softmax,
     wait_for_predecessor,
@@ -29,9 +30,12 @@ from steelyard.kernels.triton_common import (
 
 
 @triton.jit
-def _load_tile(K, V, ids, key, n, d, kv_head, block_stride, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-               TMA: tl.constexpr):  # fmt: skip
-    """(k [DP, BN], v [BN, DP]) of keys key + n. TMA: block_stride counts D-wide rows, and columns past D come as 0."""
+def _load_tile(K, V, ids, key, n, d, kv_head, block_stride, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+               BLOCK: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """(k [DP, BN], v [BN, DP]) of keys key + n, in `dtype`.
+
+    TMA: block_stride counts D-wide rows, and columns past D come as 0.
+    """
     if TMA:
         row = ids * block_stride + kv_head * BLOCK + key % BLOCK
         k = K.load([row, 0]).T
@@ -44,18 +48,19 @@ def _load_tile(K, V, ids, key, n, d, kv_head, block_stride, D: tl.constexpr, DP:
         else:
             k = tl.load(K + off[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
             v = tl.load(V + off[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-    return k, v
+    return k.to(dtype), v.to(dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def prefill(Q, K, V, Out, Lse, Sinks, Table, Tiles, Count, Ctx, scale, cap, q_stride, out_stride, table_stride,
-            block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
-            WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
+def prefill(Q, K, V, KScale, VScale, Out, Lse, Sinks, Table, Tiles, Count, Ctx, scale, cap, q_stride, out_stride,
+            table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+            CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+            WANT_LSE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (HK, tiles). Q, Out [T, H, D] rows q_stride, out_stride apart; K, V pools or descriptors [*, D].
 
-    WINDOW 0: none. The last BM % G matrix rows are idle. Ctx int32 [R] is read only if not CAUSAL.
+    WINDOW 0: none. SCALED: K and V are fp8, KScale and VScale float32 [HK]. The last BM % G
+    matrix rows are idle. Ctx int32 [R] is read only if not CAUSAL.
     """
     G: tl.constexpr = H // HK
     kv_head, tile = tl.program_id(0), tl.program_id(1)
@@ -71,6 +76,9 @@ def prefill(Q, K, V, Out, Lse, Sinks, Table, Tiles, Count, Ctx, scale, cap, q_st
     live = (tok < tokens)[:, None] & (d < D)[None, :]
     at = (token + tok)[:, None].to(tl.int64)
     q = tl.load(Q + at * q_stride + head[:, None] * D + d[None, :], mask=live, other=0.0)
+    q = multiplied_in(q, SCALED)
+    if SCALED:
+        scale *= tl.load(KScale + kv_head)
     pos = pos0 + tok
     if CAUSAL:
         hi = pos0 + tokens
@@ -93,13 +101,13 @@ def prefill(Q, K, V, Out, Lse, Sinks, Table, Tiles, Count, Ctx, scale, cap, q_st
     table = Table + row.to(tl.int64) * table_stride
     ids = block_ids(table, lo, hi - 1, n, BLOCK, BN)
     for j in tl.range(lo, full, BN, num_stages=STAGES):
-        k, v = _load_tile(K, V, ids, j, n, d, kv_head, block_stride, D, DP, BLOCK, TMA)
+        k, v = _load_tile(K, V, ids, j, n, d, kv_head, block_stride, q.dtype, D, DP, BLOCK, TMA)
         s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
         p, m, den, alpha = online_softmax(s, m, den)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         ids = block_ids(table, j + BN, hi - 1, n, BLOCK, BN)
     for j in tl.range(full, hi, BN, num_stages=STAGES):
-        k, v = _load_tile(K, V, ids, j, n, d, kv_head, block_stride, D, DP, BLOCK, TMA)
+        k, v = _load_tile(K, V, ids, j, n, d, kv_head, block_stride, q.dtype, D, DP, BLOCK, TMA)
         s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
         seen = (j + n)[None, :] <= last_seen[:, None]
         if WINDOW > 0:
@@ -107,8 +115,10 @@ def prefill(Q, K, V, Out, Lse, Sinks, Table, Tiles, Count, Ctx, scale, cap, q_st
         p, m, den, alpha = online_softmax(tl.where(seen, s, -float("inf")), m, den)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         ids = block_ids(table, j + BN, hi - 1, n, BLOCK, BN)
-    o = normalised(acc, den).to(Out.dtype.element_ty)
-    tl.store(Out + at * out_stride + head[:, None] * D + d[None, :], o, mask=live)
+    o = normalised(acc, den)
+    if SCALED:
+        o *= tl.load(VScale + kv_head)
+    tl.store(Out + at * out_stride + head[:, None] * D + d[None, :], o.to(Out.dtype.element_ty), mask=live)
     if WANT_LSE:
         lse = (m + tl.math.log2(den)) * 0.6931471805599453
         tl.store(Lse + (token + tok) * H + head, lse, mask=tok < tokens)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steelyard.kernels.attention import KvLayer
-from steelyard.kernels.triton_common import early, let_successor_in, power_of_two, wait_for_predecessor
+from steelyard.kernels.triton_common import early, let_successor_in, power_of_two, to_stored, wait_for_predecessor
 
 
 @triton.jit
@@ -25,10 +25,10 @@ def _finite(x):
 
 
 @triton.jit(do_not_specialize=["qkv_stride"])
-def rope_kv(QKV, QNorm, KNorm, CosSin, Positions, K, V, Slots, eps, qkv_stride, block_stride, HQ: tl.constexpr,
-            HK: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
+def rope_kv(QKV, QNorm, KNorm, CosSin, Positions, K, V, KScale, VScale, Slots, eps, qkv_stride, block_stride,
+            HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
             BLOCK: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr, BY_POSITION: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
+            SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (T, ceil((HQ + 2 HK) / HB)): HB heads of one token, each in two halves of DB columns.
 
     Columns: ROT / 2 pairs (i, i + ROT / 2), then the rest D - ROT passes through in a third piece. CosSin float32
@@ -83,14 +83,25 @@ def rope_kv(QKV, QNorm, KNorm, CosSin, Positions, K, V, Slots, eps, qkv_stride, 
         to = base[:, None] + i[None, :]
         is_k = ((h >= HQ) & turns)[:, None] & (slot >= 0)
         is_v = (live & ~turns[:, None]) & (slot >= 0)
-        kv_type = K.dtype.element_ty
-        tl.store(K + to, new_low.to(kv_type), mask=is_k & is_pair)
-        tl.store(K + to + HALF, new_high.to(kv_type), mask=is_k & is_pair)
-        tl.store(V + to, _finite(low_in).to(kv_type), mask=is_v & is_pair)
-        tl.store(V + to + HALF, _finite(high_in).to(kv_type), mask=is_v & is_pair)
+        kt: tl.constexpr = K.dtype.element_ty
+        ks = _head_scale(KScale, kv_head, is_k, SCALED)
+        vs = _head_scale(VScale, kv_head, is_v, SCALED)
+        tl.store(K + to, to_stored(new_low, ks, kt, SCALED), mask=is_k & is_pair)
+        tl.store(K + to + HALF, to_stored(new_high, ks, kt, SCALED), mask=is_k & is_pair)
+        tl.store(V + to, to_stored(_finite(low_in), vs, kt, SCALED), mask=is_v & is_pair)
+        tl.store(V + to + HALF, to_stored(_finite(high_in), vs, kt, SCALED), mask=is_v & is_pair)
         if ROT < D:
-            tl.store(K + to + ROT, rest.to(dtype).to(kv_type), mask=is_k & is_rest)
-            tl.store(V + to + ROT, _finite(rest_in).to(kv_type), mask=is_v & is_rest)
+            tl.store(K + to + ROT, to_stored(rest.to(dtype), ks, kt, SCALED), mask=is_k & is_rest)
+            tl.store(V + to + ROT, to_stored(_finite(rest_in), vs, kt, SCALED), mask=is_v & is_rest)
+
+
+@triton.jit
+def _head_scale(Scale, head, ok, SCALED: tl.constexpr):
+    """Scales of heads, float32 [H, 1]; 1 where the pool has none."""
+    scale = tl.full(ok.shape, 1.0, tl.float32)
+    if SCALED:
+        scale = tl.load(Scale + head[:, None], mask=ok, other=1.0)
+    return scale
 
 
 @triton.jit
@@ -101,8 +112,9 @@ def _norm_weight(QNorm, KNorm, at, is_q, ok):
 
 
 @triton.jit(do_not_specialize=["k_stride", "v_stride"])
-def kv_write(NewK, NewV, K, V, Slots, k_stride, v_stride, block_stride, HK: tl.constexpr, D: tl.constexpr,
-             HB: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def kv_write(NewK, NewV, K, V, KScale, VScale, Slots, k_stride, v_stride, block_stride, HK: tl.constexpr,
+             D: tl.constexpr, HB: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+             PDL: tl.constexpr):  # fmt: skip
     """Grid (T): one token's K and V [HK, D] to its slot; -1 writes nothing."""
     t = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, HB), tl.arange(0, DP)
@@ -112,9 +124,20 @@ def kv_write(NewK, NewV, K, V, Slots, k_stride, v_stride, block_stride, HK: tl.c
     ok = (h < HK)[:, None] & (d < D)[None, :] & (slot >= 0)
     of = h[:, None] * D + d[None, :]
     to = slot // BLOCK * block_stride + h.to(tl.int64)[:, None] * (BLOCK * D) + slot % BLOCK * D + d[None, :]
-    tl.store(K + to, tl.load(NewK + t * k_stride + of, mask=ok, other=0.0).to(K.dtype.element_ty), mask=ok)
+    is_head = (h < HK)[:, None]
+    k = tl.load(NewK + t * k_stride + of, mask=ok, other=0.0)
+    k = to_stored(k, _head_scale(KScale, h, is_head, SCALED), K.dtype.element_ty, SCALED)
+    tl.store(K + to, k, mask=ok)
     v = tl.load(NewV + t * v_stride + of, mask=ok, other=0.0)
-    tl.store(V + to, _finite(v).to(V.dtype.element_ty), mask=ok)
+    v = to_stored(_finite(v), _head_scale(VScale, h, is_head, SCALED), V.dtype.element_ty, SCALED)
+    tl.store(V + to, v, mask=ok)
+
+
+def scales_or(kv: KvLayer, other: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's scales, or `other` for arguments that no kernel reads without them."""
+    if kv.k_scale is None or kv.v_scale is None:
+        return other, other
+    return kv.k_scale, kv.v_scale
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KvLayer, slots: Tensor, pdl: bool = False) -> None:
@@ -122,8 +145,9 @@ def write_kv(k: Tensor, v: Tensor, kv: KvLayer, slots: Tensor, pdl: bool = False
     num_tokens, num_heads, dim = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (dim, 1) and kv.k.stride() == kv.v.stride()
     kv_write[(num_tokens,)](
-        k, v, kv.k, kv.v, slots, k.stride(0), v.stride(0), kv.k.stride(0), HK=num_heads, D=dim,
-        HB=power_of_two(num_heads), DP=power_of_two(dim), BLOCK=kv.block_size, PDL=pdl, num_warps=4, **early(pdl),
+        k, v, kv.k, kv.v, *scales_or(kv, k), slots, k.stride(0), v.stride(0), kv.k.stride(0), HK=num_heads, D=dim,
+        HB=power_of_two(num_heads), DP=power_of_two(dim), BLOCK=kv.block_size, SCALED=kv.k_scale is not None,
+        PDL=pdl, num_warps=4, **early(pdl),
     )  # fmt: skip
 
 
@@ -155,8 +179,8 @@ def qk_norm_rope_write(
     if kv is None:
         slots = at
     rope_kv[(num_tokens, -(-total // hb))](
-        qkv, q_norm, k_norm, cos_sin, at, layer.k, layer.v, slots, eps, qkv.stride(0), layer.k.stride(0),
-        HQ=hq, HK=hk, D=dim, ROT=rot, HB=hb, DB=power_of_two(max(rot // 2, dim - rot)), BLOCK=layer.block_size,
-        NORM=norm is not None, WRITE=kv is not None, BY_POSITION=positions is not None, PDL=pdl, num_warps=4,
-        **early(pdl),
+        qkv, q_norm, k_norm, cos_sin, at, layer.k, layer.v, *scales_or(layer, qkv), slots, eps, qkv.stride(0),
+        layer.k.stride(0), HQ=hq, HK=hk, D=dim, ROT=rot, HB=hb, DB=power_of_two(max(rot // 2, dim - rot)),
+        BLOCK=layer.block_size, NORM=norm is not None, WRITE=kv is not None, BY_POSITION=positions is not None,
+        SCALED=layer.k_scale is not None, PDL=pdl, num_warps=4, **early(pdl),
     )  # fmt: skip

@@ -25,6 +25,8 @@ PLAIN_KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 CHUNK_ELEMENTS = 2**24
 UNPACKED_ELEMENTS = 2**18  # unpacking takes several passes: a chunk of this size stays in a core's cache
 NEVER_NEEDED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+KV_SCALES = (".k_scale", ".v_scale")
+"""Of an fp8 KV cache, which reads them by itself (runner/kv_scales.py); no weights."""
 DUMMY_STD = 0.02
 
 
@@ -140,7 +142,7 @@ def _needed(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, TensorEntry]:
     family = family_of(ModelShape.from_config(dict(checkpoint.config)).decoder.family)
     needed: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.tensors.items():
-        if name.endswith(NEVER_NEEDED) or name.startswith(family.ignored):
+        if name.endswith(NEVER_NEEDED + KV_SCALES) or name.startswith(family.ignored):
             continue
         own = text_name(name)
         if decoder.config.tied and own == f"{decoder.config.head_name}.weight":

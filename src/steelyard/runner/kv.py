@@ -19,6 +19,7 @@ from torch import Tensor
 from steelyard.core.step import Copy
 from steelyard.errors import StartError
 from steelyard.kernels.attention import KvLayer
+from steelyard.kernels.kv_fp8 import FP8, as_bytes
 from steelyard.models.config import DecoderConfig
 from steelyard.plan.memory import KvPools, MemoryBudget
 from steelyard.plan.shape import ModelShape
@@ -31,8 +32,19 @@ DEFAULT_SHARE = {"cpu": 0.3, "cuda": 0.9}
 class KvPool:
     """One pool a KV group; `layers[i]` are decoder layer i's views."""
 
-    def __init__(self, config: DecoderConfig, num_blocks: Sequence[int], block_size: int, pool: torch.Tensor) -> None:
-        """`pool`: an empty tensor whose dtype and device the pools take."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_blocks: Sequence[int],
+        block_size: int,
+        pool: torch.Tensor,
+        scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """`pool`: an empty tensor whose dtype and device the pools take. `scales`: of each layer, for an fp8 pool.
+
+        `pools` hold bytes where numbers are fp8, which torch moves and zeroes in no other form.
+        """
+        assert (pool.dtype == FP8) == (scales is not None), "an fp8 pool has scales, another has none"
         self.block_size = block_size
         self.pools: list[Tensor] = []
         views: dict[int, KvLayer] = {}
@@ -41,9 +53,10 @@ class KvPool:
             first = config.layers[members[0]]
             shape = (num_blocks[group] + 1, len(members), 2, first.num_kv_heads, block_size, first.head_dim)
             blocks = _zeros(shape, pool)
-            self.pools.append(blocks)
+            self.pools.append(as_bytes(blocks))
             for at, layer in enumerate(members):
-                views[layer] = KvLayer(blocks[:, at, 0], blocks[:, at, 1], block_size)
+                of_layer = (None, None) if scales is None else scales[layer]
+                views[layer] = KvLayer(blocks[:, at, 0], blocks[:, at, 1], block_size, *of_layer)
         self.layers = tuple(views[i] for i in range(len(config.layers)))
 
     def stage(self, copies: Sequence[Copy], staging: Staging) -> None:
@@ -80,6 +93,12 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     lazy = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
     return torch.from_numpy(lazy).view(like.dtype).view(shape)
+
+
+def kv_layout(computed: torch.dtype, held: torch.dtype, block_size: int) -> str:
+    """What KV of equal tokens must have in common to be the same: the dtypes, and the tokens of a block."""
+    names = [str(dtype).removeprefix("torch.") for dtype in (computed, held)]
+    return f"{names[0]}/{'fp8' if held == FP8 else names[1]}/{block_size}"
 
 
 def size_pool(

@@ -10,6 +10,7 @@ import torch
 
 from steelyard.errors import StartError
 from steelyard.kernels.cpu_linear import has_int4
+from steelyard.kernels.kv_fp8 import FP8
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class RunnerOptions:
 
     overlap   results are collected after the next launch; None: where the device runs by itself
     backend   auto, or the name of one (reference: slow and exact, for tests)
+    kv_cache_dtype  auto: what the backend computes in; fp8: see kernels/kv_fp8.py
     whole_prompts  a step must be able to hold a request of the full context
     """
 
@@ -41,6 +43,7 @@ class RunnerOptions:
     backend: str = "auto"
     attention_backend: str = "auto"
     whole_prompts: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,22 @@ def resolve_dtype(name: str, device: torch.device, kinds: Set[str]) -> torch.dty
         why = "the checkpoint's own" if not narrow else "this CPU has no bfloat16 arithmetic"
         _log.info("--dtype auto: float32 (%s)", why)
     return chosen
+
+
+def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.device) -> torch.dtype:
+    """--kv-cache-dtype as a torch type; `wide` is what the backend computes in. Raises StartError."""
+    if options.kv_cache_dtype == "auto":
+        return wide
+    if options.attention_backend in ("sdpa", "naive"):
+        raise StartError(
+            f"--kv-cache-dtype fp8: attention backend {options.attention_backend!r} reads no fp8 pool; use auto",
+            param="kv_cache_dtype",
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise StartError(
+            "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer; use auto", param="kv_cache_dtype"
+        )
+    return FP8
 
 
 def has_native_bfloat16() -> bool:

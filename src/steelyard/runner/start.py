@@ -12,6 +12,7 @@ from steelyard.checkpoint.entry import Checkpoint
 from steelyard.core.step import MemoryTerms, Runner, RunnerCaps
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.cpu import CpuBackend
+from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.select import choose_attention
 from steelyard.layers.linear import Place
@@ -20,8 +21,15 @@ from steelyard.models.families import decoder_config
 from steelyard.models.load import dummy_weights, load_weights
 from steelyard.plan.memory import MemoryBudget, activation_peak_bytes
 from steelyard.plan.shape import ModelShape
-from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, size_pool
-from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_limits
+from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, kv_layout, size_pool
+from steelyard.runner.kv_scales import kv_scales
+from steelyard.runner.options import (
+    RunnerOptions,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_limits,
+)
 from steelyard.runner.runner import TorchRunner
 
 _log = logging.getLogger(__name__)
@@ -44,6 +52,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     limits = resolve_limits(options, device, shape.max_position)
     config = decoder_config(checkpoint.config)
     backend = _backend(options, config.layers[0].head_dim, limits.block_size, device)
+    kv_dtype = resolve_kv_dtype(options, backend.kv_dtype(dtype), device)
     total_bytes = available_bytes(device)
     decoder = Decoder(config, Place(dtype, device, backend), limits.max_model_len)
     if options.load_format == "dummy":
@@ -58,10 +67,10 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
             shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4)
         ),
     )
-    kv_dtype = decoder.place.kv_dtype
+    scales = kv_scales(decoder, checkpoint, limits, limits.max_batched_tokens) if kv_dtype == FP8 else None
     num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
-    kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=kv_dtype, device=device))
-    products, held = (str(d).removeprefix("torch.") for d in (dtype, kv_dtype))
+    like = torch.empty(0, dtype=kv_dtype, device=device)
+    kv = KvPool(decoder.config, num_blocks, limits.block_size, like, scales)
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
@@ -72,7 +81,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         vocab_size=shape.vocab_size,
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
-        kv_layout=f"{products}/{held}/{limits.block_size}",
+        kv_layout=kv_layout(dtype, kv_dtype, limits.block_size),
     )
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
     runner.memory_terms = lambda: _terms(budget, kv.nbytes)

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.core.step import MemoryTerms, RunnerCaps
 from steelyard.kernels.backend import Backend
+from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.select import ATTENTION, choose_attention, make_attention
 from steelyard.kernels.step import FrameLayout, StepOperators, TorchStep
@@ -35,8 +37,9 @@ from steelyard.plan.shape import ModelShape
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.device_runner import DeviceRunner, Machine
 from steelyard.runner.graphs import FEW_TOKENS, Buckets, Captures, Graph
-from steelyard.runner.kv import DEFAULT_SHARE, KvPool, size_pool
-from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_limits
+from steelyard.runner.kv import DEFAULT_SHARE, KvPool, kv_layout, size_pool
+from steelyard.runner.kv_scales import Scales, kv_scales
+from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_limits
 from steelyard.runner.rows import Rows
 
 GIB = 2**30
@@ -87,6 +90,8 @@ class DeviceStart:
         self.config = decoder_config(checkpoint.config)
         self.free_at_start = self.phases.free_bytes()
         self.backend, self.renew = make_backend(self.config, self)
+        self.kv_dtype = resolve_kv_dtype(options, self.backend.kv_dtype(self.dtype), device)
+        self.scales: Scales | None = None
         with self.phases("weights"):
             self.decoder = Decoder(self.config, Place(self.dtype, device, self.backend), self.limits.max_model_len)
             if options.load_format == "dummy":
@@ -104,11 +109,17 @@ class DeviceStart:
 
     def pool(self, num_blocks: tuple[int, ...]) -> KvPool:
         """A zeroed pool, and an attention that has seen no other."""
-        like = torch.empty(0, dtype=self.decoder.place.kv_dtype, device=self.device)
+        like = torch.empty(0, dtype=self.kv_dtype, device=self.device)
         self.step.kv = None
-        self.renew()
-        self.step.kv = pool = KvPool(self.config, num_blocks, self.limits.block_size, like)
+        self.renew(self.kv_dtype == FP8)
+        self.step.kv = pool = KvPool(self.config, num_blocks, self.limits.block_size, like, self.scales)
         return pool
+
+    def find_scales(self) -> None:
+        """Of an fp8 pool, before there is one."""
+        if self.kv_dtype == FP8:
+            self.renew(False)
+            self.scales = kv_scales(self.decoder, self.checkpoint, self.limits, self.max_tokens)
 
     def compile(self) -> None:
         """Run every kernel of a step once, in every form, several at a time: compiling is most of a cold start.
@@ -185,18 +196,19 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     start = DeviceStart(checkpoint, options)
     limits, phases, buckets = start.limits, start.phases, start.buckets()
     num_graphs = len(buckets.mixed) + 3 * len(buckets.decode)
+    with phases("KV scales"):
+        start.find_scales()
     with phases("kernels"):
         start.compile()
     with phases("largest step"):
         budget = start.budget(num_graphs)
     with phases("KV pool"):
-        num_blocks = size_pool(start.shape, options, limits, budget, start.decoder.place.kv_dtype.itemsize)
+        num_blocks = size_pool(start.shape, options, limits, budget, start.kv_dtype.itemsize)
         kv = start.pool(num_blocks)
     before = phases.free_bytes()
     with phases("graphs"):
         graphs = start.capture(buckets)
     captured_bytes = before - phases.free_bytes()
-    name = str(start.dtype).removeprefix("torch.")
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
@@ -207,7 +219,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         vocab_size=start.shape.vocab_size,
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
-        kv_layout=f"{name}/{name}/{limits.block_size}",
+        kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size),
     )
     machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
     runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)
@@ -222,15 +234,15 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     return runner
 
 
-def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Callable[[], None]]:
-    """The backend for this device, and a function that makes its attention anew.
+def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Callable[[bool], None]]:
+    """The backend for this device, and a function that makes its attention anew, for an fp8 pool or another.
 
     Raises StartError where heads or blocks are not among those the kernels have.
     """
     limits, device, options = start.limits, start.device, start.options
     if options.backend == "reference":
         plain = ReferenceBackend()
-        return plain, lambda: None
+        return plain, lambda is_fp8: None
     first = config.layers[0]
     chosen = "triton"  # without a GPU: Triton's interpreter, in tests
     if device.type == "cuda":
@@ -239,7 +251,7 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
         _log.info("attention: %s (%s)", choice.name, choice.reason)
     if chosen != "triton":
         plain_attention = make_attention(chosen)
-        return TritonBackend(plain_attention, limits.max_rows, device, max_tokens=start.max_tokens), lambda: None
+        return TritonBackend(plain_attention, limits.max_rows, device, max_tokens=start.max_tokens), lambda is_fp8: None
     shape = AttentionShape(
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -252,13 +264,13 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
     )
     pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
-    def attention() -> TritonAttention:
-        return TritonAttention(shape, device, pdl=pdl)
+    def attention(is_fp8: bool) -> TritonAttention:
+        return TritonAttention(replace(shape, is_fp8=is_fp8), device, pdl=pdl)
 
-    backend = TritonBackend(attention(), limits.max_rows, device, max_tokens=start.max_tokens, pdl=pdl)
+    backend = TritonBackend(attention(False), limits.max_rows, device, max_tokens=start.max_tokens, pdl=pdl)
 
-    def renew() -> None:
-        backend.attention = attention()
+    def renew(is_fp8: bool) -> None:
+        backend.attention = attention(is_fp8)
 
     return backend, renew
 
