@@ -3,7 +3,8 @@
     tenant's requests and rate (429) -> a place in the queue (503) -> tokenise -> tenant's tokens (429), queue's (503)
 
 A place in the queue is given back with the first token; what counts against a tenant, at the request's end. Both are
-taken before the prompt is encoded, so that many requests at once cannot all see the same free place.
+taken before the prompt is encoded, so that many requests at once cannot all see the same free place. The counts are
+in a `Usage`, which several front ends of one engine share; what is usual (waits, outputs) each observes for itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from steelyard.errors import Overloaded
 from steelyard.server.errors import TenantLimit
 from steelyard.server.tenants import Tenant
+from steelyard.server.usage import QUEUE, OwnUsage, Usage
 
 _SMOOTHING = 0.2
 _FIRST_GUESS_NS = 1e9
@@ -27,15 +29,29 @@ class TenantLoad:
     level       tokens left in the bucket; below zero after a request that took more than there was
     """
 
-    def __init__(self, tenant: Tenant, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, tenant: Tenant, clock_ns: Callable[[], int], usage: Usage) -> None:
         self.tenant = tenant
-        self.num_requests = 0
-        self.num_tokens = 0
-        self.level = float(tenant.max_tokens_per_minute or 0)
-        self._at_ns = clock_ns()
+        self._usage = usage
         self._clock_ns = clock_ns
         self._mean_output_tokens = _FIRST_GUESS_TOKENS
         self._mean_ns = _FIRST_GUESS_NS
+
+    @property
+    def num_requests(self) -> int:
+        return self._usage.total(self.tenant.name)[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._usage.total(self.tenant.name)[1]
+
+    @property
+    def level(self) -> float:
+        level, at_ns = self._usage.bucket(self.tenant.name)
+        return level if at_ns else float(self.tenant.max_tokens_per_minute or 0)
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self._usage.fill(self.tenant.name, level, self._clock_ns())
 
     def check(self) -> None:
         """Raises TenantLimit if this tenant may not have one more request now."""
@@ -71,9 +87,9 @@ class TenantLoad:
             self.level -= num_tokens
 
     def _fill(self, rate: int) -> None:
-        now_ns = self._clock_ns()
-        self.level = min(float(rate), self.level + rate * (now_ns - self._at_ns) / _MINUTE_NS)
-        self._at_ns = now_ns
+        level, at_ns = self._usage.bucket(self.tenant.name)
+        grown = rate * (self._clock_ns() - at_ns) / _MINUTE_NS
+        self.level = min(float(rate), level + grown) if at_ns else float(rate)
 
     def _limited(self, what: str, wait_ns: float) -> TenantLimit:
         seconds = wait_ns / 1e9
@@ -96,11 +112,11 @@ class Place:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.release(served=False)
-        self._load.num_requests -= 1
-        self._load.num_tokens -= self._num_charged
-        if self._num_charged:
-            self._load.ended(self._since_ns, self.num_output_tokens)
+        with self._admission.usage.locked():
+            self.release(served=False)
+            self._admission.usage.add(self._load.tenant.name, -1, -self._num_charged)
+            if self._num_charged:
+                self._load.ended(self._since_ns, self.num_output_tokens)
 
     def add_tokens(self, num_prompt: int, num_output: int | None = None) -> None:
         """Charge the prompt and the output it may have at most, now that they are known.
@@ -108,11 +124,13 @@ class Place:
         Raises TenantLimit or Overloaded, and then holds nothing more.
         """
         charged = self._load.tokens_of(num_prompt, num_output)
-        self._load.check_tokens(charged)
-        self._admission.check_tokens(num_prompt)
-        self._admission.num_tokens += num_prompt
-        self._load.num_tokens += charged
-        self._load.spend(num_prompt)
+        usage = self._admission.usage
+        with usage.locked():
+            self._load.check_tokens(charged)
+            self._admission.check_tokens(num_prompt)
+            usage.add(QUEUE, 0, num_prompt)
+            usage.add(self._load.tenant.name, 0, charged)
+            self._load.spend(num_prompt)
         self._num_prompt, self._num_charged = num_prompt, charged
 
     def release(self, served: bool) -> None:
@@ -120,8 +138,8 @@ class Place:
         if not self._queued:
             return
         self._queued = False
-        self._admission.num_requests -= 1
-        self._admission.num_tokens -= self._num_prompt
+        with self._admission.usage.locked():
+            self._admission.usage.add(QUEUE, -1, -self._num_prompt)
         if served:
             self._admission.observe_wait(self._since_ns)
 
@@ -129,29 +147,43 @@ class Place:
 class Admission:
     """The queue's size and its limits; None is no limit."""
 
-    def __init__(self, max_requests: int | None, max_tokens: int | None, clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        max_requests: int | None,
+        max_tokens: int | None,
+        clock_ns: Callable[[], int],
+        usage: Usage | None = None,
+    ) -> None:
+        self.usage = usage or OwnUsage()
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._clock_ns = clock_ns
         self._wait_ns = _FIRST_GUESS_NS
         self._loads: dict[str, TenantLoad] = {}
-        self.num_requests = 0
-        self.num_tokens = 0
+
+    @property
+    def num_requests(self) -> int:
+        return self.usage.total(QUEUE)[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.usage.total(QUEUE)[1]
 
     def reserve(self, tenant: Tenant) -> Place:
         """Take a place. Raises TenantLimit or Overloaded if there is none."""
         load = self.load_of(tenant)
-        load.check()
-        if self._max_requests is not None and self.num_requests >= self._max_requests:
-            raise self._overloaded(f"{self.num_requests} requests wait, the limit is {self._max_requests}")
-        self.num_requests += 1
-        load.num_requests += 1
+        with self.usage.locked():
+            load.check()
+            if self._max_requests is not None and self.num_requests >= self._max_requests:
+                raise self._overloaded(f"{self.num_requests} requests wait, the limit is {self._max_requests}")
+            self.usage.add(QUEUE, 1, 0)
+            self.usage.add(tenant.name, 1, 0)
         return Place(self, load, self._clock_ns())
 
     def load_of(self, tenant: Tenant) -> TenantLoad:
         load = self._loads.get(tenant.name)
         if load is None:
-            load = self._loads[tenant.name] = TenantLoad(tenant, self._clock_ns)
+            load = self._loads[tenant.name] = TenantLoad(tenant, self._clock_ns, self.usage)
         load.tenant = tenant  # its limits may have changed since
         return load
 

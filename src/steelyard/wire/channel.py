@@ -195,7 +195,7 @@ class ServerSide:
         assert self._loop is None, "started twice"
         self._deliver = deliver
         self._loop = loop if loop is not None else asyncio.get_running_loop()
-        self._loop.add_reader(self._dealer.getsockopt(zmq.FD), self._read)
+        self._loop.add_reader(self._option(zmq.FD), self._read)
         self._look()
 
     def send(self, message: ToEngine) -> None:
@@ -211,13 +211,18 @@ class ServerSide:
             return
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._dealer.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._option(zmq.FD))
         self._dealer.close(linger=_FAREWELL_MS)
         self._context.term()
 
+    def _option(self, option: int) -> int:
+        value = self._dealer.getsockopt(option)
+        assert isinstance(value, int)
+        return value
+
     def _look(self) -> None:
         """ZeroMQ's descriptor tells of a change once, and any call may use that up: read soon if there is something."""
-        if self._loop is not None and not self._is_due and self._dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and not self._is_due and self._option(zmq.EVENTS) & zmq.POLLIN:
             self._is_due = True
             self._loop.call_soon(self._read)
 
