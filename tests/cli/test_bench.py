@@ -12,7 +12,7 @@ from steelyard.cli import doctor
 from steelyard.cli.main import main
 from steelyard.perf import kernel_bench
 from steelyard.perf.attention_cases import AttentionCase
-from steelyard.perf.timing import Ceiling
+from steelyard.perf.ceilings import Ceiling
 
 TINY = ["--lengths", "32", "--head-dims", "16", "--heads", "2", "--kv-heads", "1", "--decode-batches", "2"]
 

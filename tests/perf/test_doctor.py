@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from steelyard.perf import doctor, kernel_bench
 from steelyard.perf.attention_cases import AttentionCase
+from steelyard.perf.ceilings import Ceiling
 from steelyard.perf.doctor import Examination, examine
 from steelyard.perf.environment import architecture, environment, why_not_importable
 from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of
-from steelyard.perf.timing import Ceiling
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

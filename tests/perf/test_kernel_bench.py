@@ -13,9 +13,10 @@ from torch import Tensor
 from steelyard.perf import attention_backends, kernel_bench
 from steelyard.perf.attention_backends import naive, prepare
 from steelyard.perf.attention_cases import AttentionCase
+from steelyard.perf.ceilings import Ceiling
 from steelyard.perf.kernel_bench import Report, Row, run_bench
 from steelyard.perf.kernel_report import case_line, text_table, to_html, to_json
-from steelyard.perf.timing import Ceiling, extra_bytes, median_ms
+from steelyard.perf.timing import extra_bytes, median_ms
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -8,15 +8,23 @@ or slower, and its step records say which.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from steelyard.errors import StartError
+from steelyard.perf.timing import Call, clear, median_ms, own_stream
 from steelyard.plan.device import Ceilings, Device, find_device
 
-ROUNDS = 5
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The best this machine does in this run: FLOP/s of a large matrix product, bytes/s of reading and of copying."""
+
+    dtype: str
+    matmul_flops: float
+    read_bandwidth: float
+    copy_bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +50,21 @@ def measure(name: str | None = None, sizes: Sizes | None = None) -> Device:
     """The device of this machine with its ceilings; `name` picks the datasheet where it cannot be told.
 
     Without a GPU the processor is measured; where no datasheet is known the ceilings stand in for it, so that the
-    floor is what was measured. Raises StartError for a name that is not in the table.
+    floor is what was measured. Raises StartError for a name that is not in the table, or that is another device's.
     """
     on_gpu = torch.cuda.is_available()
+    named = None if name is None else find_device(name)
+    if named is not None and not on_gpu and not str(name).endswith(".toml"):
+        raise StartError(
+            f"--device {name} is not in this machine, which has no GPU: without --device its processor is measured",
+            param="device",
+        )
     where = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    ceilings = _ceilings(where, dtype, sizes or (ON_GPU if on_gpu else ON_CPU))
-    if name is not None:
-        return find_device(name).with_ceilings(ceilings)
+    with own_stream(where):
+        ceilings = _ceilings(where, dtype, sizes or _sizes(where))
+    if named is not None:
+        return named.with_ceilings(ceilings)
     if on_gpu:
         properties = torch.cuda.get_device_properties(where)
         try:
@@ -58,6 +73,19 @@ def measure(name: str | None = None, sizes: Sizes | None = None) -> Device:
             return _from_ceilings(properties.name, ceilings, properties.total_memory)
         return replace(known, memory_bytes=properties.total_memory).with_ceilings(ceilings)
     return _from_ceilings("this processor", ceilings, _host_memory())
+
+
+def measure_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> Ceiling:
+    """What kernels of a dtype are held against. On CUDA the caller is inside `own_stream`."""
+    used = sizes or _sizes(device)
+    name = str(dtype).removeprefix("torch.")
+    found = _matmul(device, dtype, used), _read(device, dtype, used), _copy(device, dtype, used)
+    clear(device)
+    return Ceiling(name, *found)
+
+
+def _sizes(where: torch.device) -> Sizes:
+    return ON_GPU if where.type == "cuda" else ON_CPU
 
 
 def _from_ceilings(name: str, ceilings: Ceilings, memory_bytes: int) -> Device:
@@ -74,7 +102,7 @@ def _host_memory() -> int:
 
 def _ceilings(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings:
     """Every ceiling, one probe after the other; each frees its buffers before the next."""
-    return Ceilings(
+    found = Ceilings(
         matmul_flops=_matmul(where, dtype, sizes),
         attention_flops=_prefill_attention(where, dtype, sizes),
         weights_bandwidth=_thin_product(where, dtype, sizes),
@@ -82,13 +110,15 @@ def _ceilings(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings
         copy_bandwidth=_copy(where, dtype, sizes),
         step_s=_launch(where, dtype),
     )
+    clear(where)
+    return found
 
 
 def _matmul(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     a = torch.randn(sizes.side, sizes.side, device=where, dtype=dtype)
     b = torch.randn(sizes.side, sizes.side, device=where, dtype=dtype)
     out = torch.empty_like(a)
-    return 2.0 * sizes.side**3 / _best_s(where, lambda: torch.mm(a, b, out=out))
+    return 2.0 * sizes.side**3 / _seconds(where, lambda: torch.mm(a, b, out=out))
 
 
 def _thin_product(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
@@ -96,7 +126,7 @@ def _thin_product(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> floa
     weight = torch.randn(sizes.side, 4 * sizes.side, device=where, dtype=dtype)
     x = torch.randn(sizes.rows, sizes.side, device=where, dtype=dtype)
     out = torch.empty(sizes.rows, 4 * sizes.side, device=where, dtype=dtype)
-    return weight.numel() * weight.element_size() / _best_s(where, lambda: torch.mm(x, weight, out=out))
+    return weight.numel() * weight.element_size() / _seconds(where, lambda: torch.mm(x, weight, out=out))
 
 
 def _prefill_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
@@ -106,7 +136,7 @@ def _prefill_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) ->
     pairs = sizes.prompt_len * (sizes.prompt_len + 1) / 2
     flops = 4.0 * sizes.heads * sizes.head_dim * pairs
     attend = torch.nn.functional.scaled_dot_product_attention
-    return flops / _best_s(where, lambda: attend(q, k, v, is_causal=True))
+    return flops / _seconds(where, lambda: attend(q, k, v, is_causal=True))
 
 
 def _decode_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
@@ -116,13 +146,18 @@ def _decode_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> 
     shape = (sizes.kv_rows, sizes.kv_heads, sizes.kv_len, sizes.head_dim)
     k, v = (torch.randn(shape, device=where, dtype=dtype) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return 2.0 * k.numel() * k.element_size() / _best_s(where, lambda: attend(q, k, v))
+    return 2.0 * k.numel() * k.element_size() / _seconds(where, lambda: attend(q, k, v))
 
 
 def _copy(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     source = torch.zeros(sizes.copy_elements, device=where, dtype=dtype)
     target = torch.empty_like(source)
-    return 2.0 * source.numel() * source.element_size() / _best_s(where, lambda: target.copy_(source))
+    return 2.0 * source.numel() * source.element_size() / _seconds(where, lambda: target.copy_(source))
+
+
+def _read(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    source = torch.zeros(sizes.copy_elements, device=where, dtype=dtype)
+    return source.numel() * source.element_size() / _seconds(where, lambda: torch.amax(source))
 
 
 def _launch(where: torch.device, dtype: torch.dtype) -> float:
@@ -143,21 +178,5 @@ def _launch(where: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
-def _best_s(where: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of one call at its best: calls are chained until they take 5 ms, the shortest of ROUNDS chains counts."""
-    work()
-    calls = 1
-    while _chain_s(where, work, calls) < 5e-3 and calls < 4096:
-        calls *= 2
-    return min(_chain_s(where, work, calls) for _ in range(ROUNDS)) / calls
-
-
-def _chain_s(where: torch.device, work: Callable[[], object], calls: int) -> float:
-    if where.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter_ns()
-    for _ in range(calls):
-        work()
-    if where.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter_ns() - start) / 1e9
+def _seconds(where: torch.device, call: Call) -> float:
+    return median_ms([call], where) / 1e3

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from steelyard.perf.attention_backends import NO_GRADIENT, Forward, Unsupported, prepare
 from steelyard.perf.attention_cases import AttentionCase
+from steelyard.perf.ceilings import Ceiling, measure_ceiling
 from steelyard.perf.environment import environment
-from steelyard.perf.timing import Ceiling, clear, extra_bytes, measure_ceiling, median_ms, own_stream
+from steelyard.perf.timing import clear, extra_bytes, median_ms, own_stream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 ROTATE_BYTES = 200 * 2**20

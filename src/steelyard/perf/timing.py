@@ -1,4 +1,4 @@
-"""How long a call takes and how much memory it needs beside its inputs; and the machine's ceilings, by the same clock.
+"""How long a call takes and how much memory it needs beside its inputs.
 
 On CUDA a call is captured into a graph and replayed, so that launches from Python do not count; what cannot be captured
 is timed by events. On a CPU it is called in a loop. Times are medians.
@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,16 +18,6 @@ Call = Callable[[], object]
 GRAPH_MS = 20.0
 """Milliseconds that one replayed graph lasts at least: short bursts run at higher clocks than a server ever sees."""
 MAX_NODES = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """The best this machine does in this run: FLOP/s of a large matrix product, bytes/s of reading and of copying."""
-
-    dtype: str
-    matmul_flops: float
-    read_bandwidth: float
-    copy_bandwidth: float
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
@@ -71,19 +60,6 @@ def extra_bytes(call: Call, device: torch.device) -> int:
         live += event.self_cpu_memory_usage
         most = max(most, live)
     return most
-
-
-def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """Measure the ceilings a kernel is held against. Sizes fit the device: seconds on a GPU, about one on a CPU."""
-    n, num_bytes = (8192, 2**30) if device.type == "cuda" else (1024, 2**26)
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    matmul_s = median_ms([lambda: a @ b], device) / 1e3
-    source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    copy_s = median_ms([lambda: target.copy_(source)], device) / 1e3
-    read_s = median_ms([lambda: torch.amax(source)], device) / 1e3
-    name = str(dtype).removeprefix("torch.")
-    return Ceiling(name, 2 * n**3 / matmul_s, num_bytes / read_s, 2 * num_bytes / copy_s)
 
 
 def clear(device: torch.device) -> None:
