@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from steelyard.core.step import MemoryTerms
-from steelyard.ledger.memory import Holding, device_bytes, pool_bytes, pool_use, table
+from steelyard.ledger.memory import (
+    MAX_UNACCOUNTED,
+    Holding,
+    device_bytes,
+    is_accounted_for,
+    pool_bytes,
+    pool_use,
+    start_table,
+    unaccounted_share,
+)
 
 
 def test_every_kind_of_slot_is_counted_once() -> None:
@@ -32,4 +43,24 @@ def test_the_devices_terms_sum_to_its_total() -> None:
     named = device_bytes(MemoryTerms(1000, 1, 200, 300, 40, 5, 6, 7, 400))
     assert named["unaccounted"] == 41
     assert sum(value for name, value in named.items() if name != "total") == named["total"] == 1000
-    assert any("unaccounted" in line for line in table(MemoryTerms(1000)))
+
+
+TERMS = MemoryTerms(1000, 1, 200, 300, 40, 5, 6, 7, 430)
+
+
+def test_terms_that_miss_the_total_are_noticed_either_way() -> None:
+    assert is_accounted_for(TERMS) and unaccounted_share(TERMS) == 0.011
+    for doctored in (replace(TERMS, free_bytes=420), replace(TERMS, weights_bytes=240)):
+        assert not is_accounted_for(doctored) and abs(unaccounted_share(doctored)) > MAX_UNACCOUNTED
+    assert is_accounted_for(MemoryTerms(0)) and unaccounted_share(MemoryTerms(0)) == 0.0
+
+
+def test_the_start_table_has_every_term_and_every_phase_and_their_sums() -> None:
+    lines = start_table(TERMS, {"import": 1.5, "weights": 2.0, "other": 0.25})
+    amounts = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines}
+    assert amounts.pop("total") == 1000 == sum(amounts.values())
+    assert set(amounts) == set(device_bytes(TERMS)) - {"total"}
+    assert lines[-1].endswith("3.75 s  in all")
+    assert [line.split(" s  ")[1] for line in lines if " s  " in line] == ["import", "weights", "other", "in all"]
+    many = start_table(MemoryTerms(10), {f"p{i}": 1.0 for i in range(20)})
+    assert len(many) == 21 and many[-1].endswith("20.00 s  in all")

@@ -13,6 +13,7 @@ from steelyard.checkpoint.find import open_checkpoint
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, StepResult, TableEdit, Want
 from steelyard.errors import StartError
+from steelyard.ledger.memory import is_accounted_for
 from steelyard.runner import options as options_module
 from steelyard.runner.options import RunnerOptions, resolve_dtype
 from steelyard.runner.runner import TorchRunner
@@ -197,8 +198,9 @@ def test_dummy_weights_run_and_depend_on_the_seed(folder: Path) -> None:
 
 def test_memory_terms_sum_to_the_total(folder: Path) -> None:
     terms = start(folder).memory()
-    parts = [getattr(terms, name) for name in terms.__dataclass_fields__ if name != "total_bytes"]
-    assert sum(parts) == terms.total_bytes and terms.weights_bytes > 0 and terms.kv_pool_bytes > 0
+    assert is_accounted_for(terms)
+    assert terms.weights_bytes > 0 and terms.kv_pool_bytes > 0 and terms.context_bytes > 0
+    assert list(start(folder).start_seconds) == ["weights", "pack", "KV pool"]
 
 
 def test_sizes_that_cannot_be_are_refused_with_the_numbers(folder: Path) -> None:

@@ -18,8 +18,8 @@ from steelyard.engine.baselines import batching_of, reserve_of, scheduler_option
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.engine.ledgers import Ledgers
 from steelyard.engine.measures import block_bytes, measure_on, plan_device
+from steelyard.engine.startup import say_memory, start_seconds
 from steelyard.errors import StartError
-from steelyard.ledger.memory import table
 from steelyard.plan.shape import ModelShape
 from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
@@ -44,14 +44,16 @@ def build_engine(
     checkpoint: Checkpoint | None = None,
     clock_ns: Callable[[], int] = time.monotonic_ns,
     faults: Faults | None = None,
+    imported_s: float | None = None,
 ) -> Engine:
     """An engine on the configured model, or on `config.script`. `checkpoint`: the model, if it is open already.
 
+    `imported_s`: what the process took until now, for the account of the start.
     Raises StartError (CheckpointError for the model's files) with what to do, the numbers in it if memory lacks.
     """
+    began_ns = clock_ns()
     if checkpoint is None:
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
-    began_ns = clock_ns()
     eos_token_ids = checkpoint.eos_token_ids
     runner: Runner
     if config.script is not None:
@@ -78,6 +80,7 @@ def build_engine(
             seed=config.seed,
             check_invariants=config.check_invariants,
             block_bytes=block_bytes(shape, caps),
+            start_seconds=start_seconds(runner, imported_s, (clock_ns() - began_ns) / 1e9),
             config=_effective(config, runner, scheduler),
         ),
         clock_ns=clock_ns,
@@ -177,7 +180,7 @@ def _say(engine: Engine, took_s: float) -> None:
         *(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         *("on" if engine.cache.enable_prefix_caching else "off", "on" if caps.overlaps else "off"),
     )
-    _log.info("the device's memory:\n%s", "\n".join(table(memory)))
+    say_memory(memory, engine.options.start_seconds)
     capacity = engine.cache.capacity_tokens()
     if capacity < caps.max_model_len:
         _log.warning(

@@ -23,6 +23,7 @@ class EngineOptions:
     seed              of the seeds given to requests that bring none
     check_invariants  run `check` after every step
     block_bytes       of each KV group; empty: the pool's bytes over its blocks
+    start_seconds     of each phase of the start, in order
     """
 
     model: str = ""
@@ -30,4 +31,5 @@ class EngineOptions:
     seed: int = 0
     check_invariants: bool = False
     block_bytes: tuple[int, ...] = ()
+    start_seconds: dict[str, float] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)

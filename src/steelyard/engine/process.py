@@ -20,6 +20,7 @@ from types import FrameType
 from steelyard.config import EngineConfig
 from steelyard.engine.build import build_engine
 from steelyard.engine.engine import Engine, EngineFault
+from steelyard.engine.startup import process_age_s
 from steelyard.errors import StartError, SteelyardError
 from steelyard.wire.channel import EngineSide, Peer
 from steelyard.wire.messages import (
@@ -140,7 +141,7 @@ class Loop:
 def serve(config: EngineConfig, channel: EngineSide) -> int:
     """Build the engine and run it to its end; returns the exit status. Servers hear of every failure."""
     try:
-        engine = build_engine(config)
+        engine = build_engine(config, imported_s=process_age_s())
     except SteelyardError as error:
         _log.error("cannot start: %s", error.message)
         _last_words(channel, error.message)

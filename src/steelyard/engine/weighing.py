@@ -10,7 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from steelyard.engine.ledgers import Ledgers
-from steelyard.ledger.memory import Holding, PoolUse, device_bytes, pool_bytes, pool_use
+from steelyard.ledger.memory import (
+    Holding,
+    PoolUse,
+    device_bytes,
+    is_accounted_for,
+    pool_bytes,
+    pool_use,
+    unaccounted_share,
+)
 
 if TYPE_CHECKING:
     from steelyard.engine.engine import Engine
@@ -51,13 +59,16 @@ def _live(ledgers: Ledgers, request: Any, now_ns: int) -> dict[str, Any]:
 
 
 def memory(engine: Engine) -> dict[str, Any]:
-    """The device's bytes, which sum to its total, and each KV group's blocks, slots and bytes."""
+    """The device's bytes, which sum to its total, what the start took, and each KV group's blocks, slots and bytes."""
     terms = engine.runner.memory()
     uses = pools(engine)
     sizes = _block_bytes(engine, terms.kv_pool_bytes)
     size = engine.cache.block_size
     return {
         "device_bytes": device_bytes(terms),
+        "unaccounted_share": unaccounted_share(terms),
+        "accounted_for": is_accounted_for(terms),
+        "start_seconds": dict(engine.options.start_seconds),
         "pools": [
             {
                 **{name: getattr(use, name) for name in PoolUse.__slots__},

@@ -7,7 +7,7 @@ slack   = tail of last blocks + blocks reserved ahead
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from steelyard.core.step import MemoryTerms
@@ -102,8 +102,24 @@ def device_bytes(terms: MemoryTerms) -> dict[str, int]:
     return {**named, "unaccounted": total - sum(named.values()), "total": total}
 
 
-def table(terms: MemoryTerms) -> list[str]:
-    """The device's account as lines of text: bytes, share of the total, name."""
+def unaccounted_share(terms: MemoryTerms) -> float:
+    """Of the total, the part that is in no term; negative where terms overlap; 0 where there is no device."""
+    named = device_bytes(terms)
+    return named["unaccounted"] / named["total"] if named["total"] else 0.0
+
+
+def is_accounted_for(terms: MemoryTerms) -> bool:
+    """Whether the terms miss the total by no more than MAX_UNACCOUNTED of it, either way."""
+    return abs(unaccounted_share(terms)) <= MAX_UNACCOUNTED
+
+
+def start_table(terms: MemoryTerms, start_seconds: Mapping[str, float]) -> list[str]:
+    """The device's bytes with their shares, the seconds of each phase of the start beside them, sums at the end."""
     named = device_bytes(terms)
     total = max(named["total"], 1)
-    return [f"{value:>20,} bytes {value / total:7.2%}  {name}" for name, value in named.items()]
+    left = [f"{name:18} {value:>18,} bytes {value / total:7.2%}" for name, value in named.items() if name != "total"]
+    right = [f"{seconds:8.2f} s  {name}" for name, seconds in start_seconds.items()]
+    num_lines = max(len(left), len(right))
+    lines = zip(left + [""] * (num_lines - len(left)), right + [""] * (num_lines - len(right)))
+    sums = f"{'total':18} {named['total']:>18,} bytes {1:7.2%}", f"{sum(start_seconds.values()):8.2f} s  in all"
+    return [f"{memory:53} {start}".rstrip() for memory, start in [*lines, sums]]

@@ -7,7 +7,8 @@ checkpoint.tensors name -> bytes         then each tensor is read, unpacked and 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -30,8 +31,10 @@ KV_SCALES = (".k_scale", ".v_scale")
 DUMMY_STD = 0.02
 
 
-def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Fill every weight of `decoder` from `checkpoint`, and let it pack them.
+def load_weights(
+    decoder: Decoder, checkpoint: Checkpoint, packing: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
+    """Fill every weight of `decoder` from `checkpoint`, and let it pack them, within `packing` for who takes the time.
 
     Raises CheckpointError naming the tensor that is missing, unknown, cut short, or of another shape or kind. All
     names and shapes are checked before the first byte is copied.
@@ -54,7 +57,8 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
             files[entry.file] = map_file(entry.file)
         copy_tensor(entry, files[entry.file], targets[name])
     del targets  # packing gives back each weight whose other forms it has made
-    decoder.pack({name: _stored(entry, files[entry.file]) for name, entry in entries.items()})
+    with packing():
+        decoder.pack({name: _stored(entry, files[entry.file]) for name, entry in entries.items()})
 
 
 def _stored(entry: TensorEntry, data: Tensor) -> Stored:

@@ -76,6 +76,7 @@ class TorchRunner:
         self._last_done_ns = 0
         self.attention = decoder.place.backend.attention.name
         self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)
+        self.start_seconds: dict[str, float] = {}
 
     @property
     def caps(self) -> RunnerCaps:

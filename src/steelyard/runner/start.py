@@ -30,6 +30,7 @@ from steelyard.runner.options import (
     resolve_kv_dtype,
     resolve_limits,
 )
+from steelyard.runner.phases import Phases, resident_bytes
 from steelyard.runner.runner import TorchRunner
 
 _log = logging.getLogger(__name__)
@@ -53,12 +54,14 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     config = decoder_config(checkpoint.config)
     backend = _backend(options, config.layers[0].head_dim, limits.block_size, device)
     kv_dtype = resolve_kv_dtype(options, backend.kv_dtype(dtype), device)
-    total_bytes = available_bytes(device)
+    phases = Phases(device)
+    total_bytes, context_bytes = available_bytes(device), resident_bytes()
     decoder = Decoder(config, Place(dtype, device, backend), limits.max_model_len)
-    if options.load_format == "dummy":
-        dummy_weights(decoder, options.seed)
-    else:
-        load_weights(decoder, checkpoint)
+    with phases("weights"):
+        if options.load_format == "dummy":
+            dummy_weights(decoder, options.seed)
+        else:
+            load_weights(decoder, checkpoint, lambda: phases("pack"))
     budget = MemoryBudget(
         total_bytes=total_bytes,
         share=options.gpu_memory_utilization or DEFAULT_SHARE[device.type],
@@ -68,9 +71,10 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         ),
     )
     scales = kv_scales(decoder, checkpoint, limits, limits.max_batched_tokens) if kv_dtype == FP8 else None
-    num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
-    like = torch.empty(0, dtype=kv_dtype, device=device)
-    kv = KvPool(decoder.config, num_blocks, limits.block_size, like, scales)
+    with phases("KV pool"):
+        num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
+        like = torch.empty(0, dtype=kv_dtype, device=device)
+        kv = KvPool(decoder.config, num_blocks, limits.block_size, like, scales)
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
@@ -84,7 +88,9 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         kv_layout=kv_layout(dtype, kv_dtype, limits.block_size),
     )
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
-    runner.memory_terms = lambda: _terms(budget, kv.nbytes)
+    terms = _terms(budget, kv.nbytes, context_bytes)
+    runner.memory_terms = lambda: terms
+    runner.start_seconds = dict(phases.seconds)
     return runner
 
 
@@ -97,12 +103,22 @@ def _backend(options: RunnerOptions, head_dim: int, block_size: int, device: tor
     return CpuBackend(choice.name)
 
 
-def _terms(budget: MemoryBudget, kv_bytes: int) -> MemoryTerms:
-    taken = budget.weights_bytes + budget.activation_bytes + kv_bytes
+def _terms(budget: MemoryBudget, kv_bytes: int, context_bytes: int | None) -> MemoryTerms:
+    """The process's memory once it can step; `context_bytes`: what it held before its first weight.
+
+    What it has grown by is measured, weights are counted, and what the two differ by is in no term. Pool and
+    activations are reserved: their pages are taken when they are first touched. Where nothing tells what a process
+    holds, growth is taken for the weights'.
+    """
+    now_bytes = resident_bytes()
+    grown_bytes = budget.weights_bytes
+    if context_bytes is not None and now_bytes is not None:
+        grown_bytes = now_bytes - context_bytes
     return MemoryTerms(
-        total_bytes=budget.total_bytes,
+        total_bytes=budget.total_bytes + (context_bytes or 0),
+        context_bytes=context_bytes or 0,
         weights_bytes=budget.weights_bytes,
         kv_pool_bytes=kv_bytes,
         activation_peak_bytes=budget.activation_bytes,
-        free_bytes=budget.total_bytes - taken,
+        free_bytes=budget.total_bytes - grown_bytes - kv_bytes - budget.activation_bytes,
     )

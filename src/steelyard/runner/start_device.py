@@ -8,10 +8,8 @@ The pool gets what the measured terms leave of the share; graphs are estimated b
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -40,39 +38,11 @@ from steelyard.runner.graphs import FEW_TOKENS, Buckets, Captures, Graph
 from steelyard.runner.kv import DEFAULT_SHARE, KvPool, kv_layout, size_pool
 from steelyard.runner.kv_scales import Scales, kv_scales
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_limits
+from steelyard.runner.phases import Phases
 from steelyard.runner.rows import Rows
 
 GIB = 2**30
 _log = logging.getLogger(__name__)
-
-
-class Phases:
-    """Seconds of each phase of a start, and the device's memory at named moments."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase, the device's work included."""
-        began = time.monotonic()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] = time.monotonic() - began
-
-    def free_bytes(self) -> int:
-        """Device memory that nobody has taken; what the allocator holds without need is given back first."""
-        if self.device.type != "cuda":
-            return 0
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self.device)[0])
-
-    def table(self) -> str:
-        """One line: each phase with its seconds."""
-        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
 
 
 class DeviceStart:
@@ -97,7 +67,7 @@ class DeviceStart:
             if options.load_format == "dummy":
                 dummy_weights(self.decoder, options.seed)
             else:
-                load_weights(self.decoder, checkpoint)
+                load_weights(self.decoder, checkpoint, lambda: self.phases("pack"))
         self.rows = Rows(self.limits, len(self.shape.kv_groups()), device)
         frame = FrameLayout(self.limits.max_rows, max(2 * self.max_tokens, 8192))
         self.step = DeviceStep(self.decoder, self.rows, self._operators(frame), self.max_tokens)
@@ -156,6 +126,7 @@ class DeviceStart:
         """Every term but the pool."""
         activations = self.activation_peak_bytes()
         self.pool_free = self.phases.free_bytes()
+        self.slack_bytes = _slack_bytes(self.device)
         total = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0
         share = self.options.gpu_memory_utilization or DEFAULT_SHARE["cuda"]
         weights = self.decoder.weights_bytes
@@ -208,7 +179,8 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     before = phases.free_bytes()
     with phases("graphs"):
         graphs = start.capture(buckets)
-    captured_bytes = before - phases.free_bytes()
+    left_bytes = phases.free_bytes()
+    captured_bytes = before - left_bytes
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
@@ -223,7 +195,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     )
     machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
     runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)
-    terms = _terms(budget, kv.nbytes, captured_bytes)
+    terms = _terms(budget, kv.nbytes, captured_bytes, left_bytes, start.slack_bytes)
     runner.memory_terms = lambda: terms
     runner.start_seconds = dict(phases.seconds)
     _log.info(
@@ -279,14 +251,28 @@ def _call(function: Callable[..., None], *arguments: object) -> Callable[[], Non
     return lambda: function(*arguments)
 
 
-def _terms(budget: MemoryBudget, kv_bytes: int, captured_bytes: int) -> MemoryTerms:
-    taken = budget.context_bytes + budget.weights_bytes + budget.activation_bytes + kv_bytes + captured_bytes
-    return MemoryTerms(
-        total_bytes=max(budget.total_bytes, taken),
-        context_bytes=budget.context_bytes,
+def _slack_bytes(device: torch.device) -> int:
+    """What the allocator holds and nobody uses."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _terms(budget: MemoryBudget, kv_bytes: int, captured_bytes: int, left_bytes: int, slack_bytes: int) -> MemoryTerms:
+    """The device's memory once it can step. `left_bytes` are measured then, not computed: what is in no term shows.
+
+    The activations' peak is reserved within them. Without a GPU, in tests, there is no device to have a total.
+    """
+    measured = budget.total_bytes > 0
+    terms = MemoryTerms(
+        total_bytes=budget.total_bytes,
+        context_bytes=budget.context_bytes - slack_bytes,
         weights_bytes=budget.weights_bytes,
         kv_pool_bytes=kv_bytes,
         activation_peak_bytes=budget.activation_bytes,
         graphs_bytes=captured_bytes,
-        free_bytes=max(budget.total_bytes - taken, 0),
+        allocator_slack_bytes=slack_bytes,
+        free_bytes=left_bytes - budget.activation_bytes if measured else 0,
     )
+    taken = budget.context_bytes + budget.weights_bytes + budget.activation_bytes + kv_bytes + captured_bytes
+    return terms if measured else replace(terms, total_bytes=taken)
