@@ -32,7 +32,7 @@ LAW: dict[str, set[str]] = {
     "engine": BOOKKEEPING
     | {"scheduler", "cache", "ledger", "runner", "wire", "plan", "grammar", "config", "checkpoint", "sim"},
     "server": BOOKKEEPING | {"wire", "text", "grammar", "ledger.states", "checkpoint", "config"},
-    "llm": BOOKKEEPING | {"engine", "text", "checkpoint", "config", "wire"},
+    "llm": BOOKKEEPING | {"engine", "text", "grammar", "checkpoint", "config", "wire"},
     "bench": BOOKKEEPING | {"plan", "text"},
     "diagnose": BOOKKEEPING | {"plan", "text"},
     "quality": BOOKKEEPING | {"plan", "text"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import steelyard
-from steelyard.core.sampling import SamplingParams
+from steelyard.core.sampling import SamplingParams, StructuredOutputs
 from steelyard.core.step import StepPlan
 from steelyard.errors import CheckpointError, InvalidRequest, StartError
 from steelyard.llm import LLM, Progress
@@ -55,6 +55,28 @@ def test_many_more_prompts_than_rows_and_different_parameters(llm: LLM) -> None:
     assert [len(r.outputs[0].token_ids) for r in results] == [1 + i % 7 for i in range(20)]
     assert [r.prompt_token_ids[0] for r in results] == [5 + i for i in range(20)]
     assert all(r.outputs[0].finish_reason == "length" and r.prompt is None for r in results)
+
+
+def test_outputs_are_held_to_what_was_asked(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    kinds = [
+        StructuredOutputs(json=schema),
+        StructuredOutputs(regex="[ab]{3}"),
+        StructuredOutputs(choice=("sea", "ship")),
+        StructuredOutputs(grammar='start: "x" "y"'),
+        None,
+    ]
+    params = [SamplingParams(max_tokens=100, seed=1, structured_outputs=kind) for kind in kinds]
+    for _ in range(2):
+        texts = [r.outputs[0].text for r in llm.generate(["The sea"] * 5, params)]
+        assert json.loads(texts[0])["a"] in (1, 2)
+        assert len(texts[1]) == 3 and set(texts[1]) <= {"a", "b"}
+        assert texts[2] in ("sea", "ship") and texts[3] == "xy"
+        assert texts[4] == llm.generate("The sea", params[4])[0].outputs[0].text
+    with pytest.raises(InvalidRequest, match="cannot be"):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(regex="(?=a)b")))
+    with pytest.raises(InvalidRequest, match="exactly one"):
+        StructuredOutputs(regex="a", json_object=True)
 
 
 def test_texts_and_ids_agree_with_the_tokenizer(llm: LLM) -> None:

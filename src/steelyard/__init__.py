@@ -1,6 +1,6 @@
 """Steelyard: an LLM inference server that is fast and weighs what it spends.
 
-Importing this package loads nothing heavy; `LLM` and `SamplingParams` load on first use.
+Importing this package loads nothing heavy; `LLM`, `SamplingParams` and `StructuredOutputs` load on first use.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 if TYPE_CHECKING:
-    from steelyard.core.sampling import SamplingParams
+    from steelyard.core.sampling import SamplingParams, StructuredOutputs
     from steelyard.llm import LLM
 
 
@@ -24,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from steelyard.core.sampling import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from steelyard.core.sampling import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'steelyard' has no attribute {name!r}")

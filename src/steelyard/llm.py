@@ -8,16 +8,17 @@ from typing import Any, TypeVar
 
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.config import EngineConfig
-from steelyard.core.sampling import SamplingParams
+from steelyard.core.sampling import SamplingParams, StructuredOutputs
 from steelyard.core.step import TokenLogprobs
 from steelyard.engine import offline
 from steelyard.engine.build import build_engine
 from steelyard.engine.engine import Engine
 from steelyard.errors import InvalidRequest
+from steelyard.grammar import source
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.stream import TextStream
 from steelyard.text.tokenizer import Tokenizer
-from steelyard.wire.messages import Delta, Deltas, Finished, FromEngine, Logprob, Stop, Submit
+from steelyard.wire.messages import Control, Delta, Deltas, Finished, FromEngine, Logprob, Stop, Submit
 
 Message = Mapping[str, Any]
 Prompt = str | list[int]
@@ -46,13 +47,18 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its choices in order. `cached_tokens`: prompt tokens whose KV was in the prefix cache."""
+    """A prompt and its choices in order.
+
+    cached_tokens   prompt tokens whose KV was in the prefix cache
+    preemptions     how often the first choice lost its KV and had it computed again
+    """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,7 @@ class LLM:
         self._template = ChatTemplate(checkpoint.chat_template, bos_token, eos_token)
         self._engine = build_engine(self.config, checkpoint=checkpoint)
         self._num_submitted = 0
+        self._checker: source.GrammarChecker | None = None
 
     @property
     def engine(self) -> Engine:
@@ -126,6 +133,10 @@ class LLM:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of all finished prompts."""
+        self._engine.control(Control("drop_cache"))
 
     def apply_chat_template(self, messages: Sequence[Message], **kwargs: Any) -> str:
         """The prompt's text, special tokens in it. Raises InvalidRequest where the template refuses."""
@@ -202,7 +213,27 @@ class LLM:
 
     def _submit(self, job: Job) -> Submit:
         self._num_submitted += 1
-        return Submit(f"offline-{self._num_submitted}", job.ids, job.sampling)
+        grammar, sampling = self._grammar(job.sampling.structured_outputs), job.sampling
+        if grammar:
+            sampling = replace(sampling, structured_outputs=None)
+        return Submit(f"offline-{self._num_submitted}", job.ids, sampling, grammar=grammar)
+
+    def _grammar(self, asked: StructuredOutputs | None) -> str:
+        """Checked, and the engine knows the vocabulary; "" for free text. Raises InvalidRequest."""
+        if asked is None:
+            return ""
+        if asked.json is not None or asked.json_object:
+            grammar = source.from_json_schema({"type": "object"} if asked.json is None else dict(asked.json))
+        elif asked.regex is not None:
+            grammar = source.from_regex(asked.regex)
+        elif asked.choice is not None:
+            grammar = source.from_choice(asked.choice)
+        else:
+            grammar = source.from_lark(asked.grammar or "")
+        self._checker = self._checker or source.GrammarChecker()
+        self._checker.check(grammar, "structured_outputs")
+        self._engine.grammars.set_vocabulary(self.tokenizer.to_json(), sorted(self._engine.options.eos_token_ids))
+        return grammar
 
     def _choice(self, job: Job) -> _Choice:
         if self._tokenizer is None:
@@ -286,6 +317,7 @@ def _request_output(job: Job, choices: Sequence[_Choice]) -> RequestOutput:
         outputs=tuple(choice.output(index) for index, choice in enumerate(choices)),
         cached_tokens=first.usage.cached_tokens,
         prompt_logprobs=None if first.prompt_logprobs is None else _logprobs(first.prompt_logprobs),
+        preemptions=first.usage.preemptions,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 
 from steelyard.server.client import EngineClient
@@ -103,6 +104,9 @@ class FakeEngine:
             self.tasks[(submit.id, index)] = task
 
     async def _run(self, submit: Submit, index: int, max_tokens: int) -> None:
+        if submit.want != "tokens":
+            self._end(submit, index, 0, "stop")
+            return
         whole = self.reply(submit, index)
         ids = whole[:max_tokens]
         sent = 0
@@ -115,7 +119,7 @@ class FakeEngine:
                 return
             some = ids[sent : sent + self.per_step]
             sent += len(some)
-            delta = Deltas([Delta(submit.id, index, some, _logprobs(submit, some))])
+            delta = Deltas([Delta(submit.id, index, some, _logprobs(some, submit.sampling.logprobs))])
             if self.joined and sent == len(ids):
                 self._end(submit, index, sent, *_reason(submit, ids, whole), first=delta)
                 return
@@ -136,11 +140,13 @@ class FakeEngine:
         first: Deltas | None = None,
     ) -> None:
         self.tasks.pop((submit.id, index), None)
-        prompt = _logprobs(submit, submit.tokens[1:]) if submit.sampling.prompt_logprobs is not None else None
+        prompt = _logprobs(submit.tokens[1:], submit.sampling.prompt_logprobs)
         cached = BLOCK_SIZE if len(submit.tokens) > BLOCK_SIZE else 0
         usage = Usage(len(submit.tokens), num, cached)
         ledger = {"prefill": 10, "decode": 20}
-        finished = Finished(submit.id, index, self.end_with or reason, usage, ledger, stop_token, message, prompt)
+        pooled = b"" if submit.want == "tokens" else array("f", [3.0, 4.0]).tobytes()
+        reason = self.end_with or reason
+        finished = Finished(submit.id, index, reason, usage, ledger, stop_token, message, prompt, 0, pooled)
         self.say(*([first] if first else []), finished)
 
     def _stop(self, stop: Stop) -> None:
@@ -160,8 +166,7 @@ def _reason(submit: Submit, ids: list[int], whole: list[int]) -> tuple[str, int 
     return ("stop", ids[-1]) if ids and ids[-1] in stop_ids else ("length", None)
 
 
-def _logprobs(submit: Submit, ids: list[int]) -> list[Logprob] | None:
-    num_top = submit.sampling.logprobs
+def _logprobs(ids: list[int], num_top: int | None) -> list[Logprob] | None:
     if num_top is None:
         return None
     return [Logprob(-0.5, [(token + i, -0.5 - i) for i in range(num_top)]) for token in ids]

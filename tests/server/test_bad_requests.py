@@ -13,8 +13,14 @@ from tests.server.fake_engine import MAX_MODEL_LEN
 from tests.server.served import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-POSTS = [COMPLETIONS, CHAT, "/tokenize", "/detokenize"]
+POSTS = [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize"]
 USER = [{"role": "user", "content": "x"}]
+BASES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x"},
+    CHAT: {"messages": USER},
+    "/v1/responses": {"input": "x"},
+    "/v1/embeddings": {"input": "x"},
+}
 
 
 def check_error(response: Any, status: int = 400) -> dict[str, Any]:
@@ -98,7 +104,12 @@ def test_a_bad_field_is_named(served: Served, field: str, value: Any, param: str
         (COMPLETIONS, {"prompt": ["x"] * 1025}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 1000}, "logprobs"),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 0, "echo": True}, "max_tokens"),
-        (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 500}, "best_of"),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        (CHAT, {"messages": USER, "thinking_token_budget": 5}, "thinking_token_budget"),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -195,7 +206,8 @@ JSON = st.recursive(
 )
 _NAMES = """
     prompt messages n max_tokens temperature stop logprobs top_logprobs logit_bias stream stream_options seed echo
-    stop_token_ids chat_template_kwargs min_tokens priority model tokens response_format add_special_tokens
+    stop_token_ids chat_template_kwargs min_tokens priority model tokens response_format add_special_tokens input text
+    tools tool_choice best_of prompt_logprobs dimensions previous_response_id instructions structured_outputs
 """
 FIELDS = st.sampled_from(_NAMES.split())
 
@@ -203,7 +215,7 @@ FIELDS = st.sampled_from(_NAMES.split())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(POSTS), body=st.dictionaries(FIELDS, JSON, max_size=5), typical=st.booleans())
 def test_no_json_gives_a_500(served: Served, path: str, body: dict[str, Any], typical: bool) -> None:
-    base: dict[str, Any] = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}}.get(path, {}) if typical else {}
+    base: dict[str, Any] = BASES.get(path, {}) if typical else {}
     raw = json.dumps({**base, **body}).encode()
     response = served.http.post(path, content=raw)
     assert response.status_code < 500, (raw, response.text)

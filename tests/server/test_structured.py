@@ -10,6 +10,7 @@ import pytest
 from openai.lib.streaming.chat import ContentDoneEvent
 from pydantic import BaseModel
 
+from steelyard.grammar.thinking import Thinking
 from steelyard.text.tools import FORMATS
 from steelyard.wire.messages import Vocabulary
 from tests.server.served import Served, chunks
@@ -168,6 +169,22 @@ def test_d09_d17_reasoning_and_content_stream_as_they_are_whole_with_a_logprob_a
         "refusal": None,
         "reasoning_content": "four ",
     }
+
+
+def test_a_grammar_begins_behind_the_thinking_and_a_budget_bounds_it(tooled: Served) -> None:
+    tooled.say('<think>so</think>{"a": 1}')
+    message = chat(tooled, response_format={"type": "json_object"}).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so", '{"a": 1}')
+    rules = Thinking.of(tooled.engine.submits[-1].grammar)
+    assert rules is not None
+    assert rules.answer and not rules.inside and rules.budget is None
+    assert tooled.tokenizer.decode(list(rules.closes)) == "</think>"
+    assert chat(tooled, thinking_token_budget=7).status_code == 200
+    rules = Thinking.of(tooled.engine.submits[-1].grammar)
+    assert rules is not None
+    assert (rules.answer, rules.budget) == ("", 7)
+    assert chat(tooled).status_code == 200
+    assert tooled.engine.submits[-1].grammar == ""
 
 
 def test_d19_a_stop_string_in_the_reasoning_ends_nothing_unless_asked(tooled: Served) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from steelyard.errors import InvalidRequest
 
@@ -20,6 +22,25 @@ MIN_REPETITION_PENALTY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What an output is held to: exactly one of them. `grammar` is Lark, in llguidance's dialect.
+
+    Raises InvalidRequest if none or more than one is given.
+    """
+
+    json: Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.json is not None, self.json_object, self.regex is not None, self.choice is not None]
+        if sum([*given, self.grammar is not None]) != 1:
+            raise InvalidRequest("structured_outputs: exactly one kind must be given", param="structured_outputs")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """What a client asked of sampling. Frozen; `validate` raises InvalidRequest naming the field.
 
@@ -30,6 +51,7 @@ class SamplingParams:
                   of the logits but temperature 1: the model's own distribution)
     prompt_logprobs  the same for prompt tokens; such a request reads no cached prefix
     logit_bias    ((token id, bias added to the logit), ...)
+    structured_outputs  what the output is held to, for the offline engine; a server sends a checked grammar instead
     """
 
     n: int = 1
@@ -51,6 +73,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_counts()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ import numpy.typing as npt
 from steelyard.core.request import Request
 from steelyard.core.step import StepPlan, Want
 from steelyard.errors import InvalidRequest, Overloaded
-from steelyard.grammar.masks import Vocabulary, Walker
+from steelyard.grammar.masks import Vocabulary
+from steelyard.grammar.thinking import Walker
 
 MAX_COMPILING = 256
 MAX_KEPT = 64
@@ -95,6 +96,11 @@ class Grammars:
                 self._kept.popitem(last=False)
             self._begin(job.requests, walker)
         return failed
+
+    def wait(self) -> bool:
+        """Until one more grammar is compiled, for a caller with nothing else to do; False if none is being compiled."""
+        wait([job.future for job in self._compiling], return_when=FIRST_COMPLETED)
+        return bool(self._compiling)
 
     def accept(self, request: Request, ids: Iterable[int]) -> None:
         """Tokens were committed. Those that the grammar does not have fail the request at the next poll."""

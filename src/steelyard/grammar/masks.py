@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLTokenizer
 
 from steelyard.errors import InvalidRequest
+from steelyard.grammar.thinking import Alphabet, Thinking, ThinkingWalker, Walker
 
 
 class Vocabulary:
@@ -23,11 +24,17 @@ class Vocabulary:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokens = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        self._alphabet = Alphabet(
+            vocab_size, tuple(eos_token_ids), lambda ids: bytes(self._tokens.decode_bytes(list(ids)))
+        )
 
     def compile(self, grammar: str) -> Walker:
         """Raises InvalidRequest for a grammar that cannot be enforced over this vocabulary."""
+        rules = Thinking.of(grammar)
+        if rules is not None:
+            return ThinkingWalker(rules, self._alphabet, self.compile(rules.answer) if rules.answer else None)
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
-        walker = Walker(matcher)
+        walker = GrammarWalker(matcher)
         if not matcher.is_error():
             walker.mask()
         if matcher.is_error():
@@ -35,25 +42,21 @@ class Vocabulary:
         return walker
 
 
-class Walker:
-    """Where one request's output stands in its grammar."""
+class GrammarWalker(Walker):
+    """Where one request's output stands in its grammar. At the grammar's end its mask allows an end token only."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
-    def copy(self) -> Walker:
-        """Another request at the same place."""
-        return Walker(self._matcher.deep_copy())
+    def copy(self) -> GrammarWalker:
+        return GrammarWalker(self._matcher.deep_copy())
 
     def consume(self, ids: Sequence[int]) -> bool:
-        """Move on by tokens that a mask allowed; False if they are not in the grammar."""
         return bool(self._matcher.consume_tokens(list(ids))) and not self._matcher.is_error()
 
     def mask(self) -> bytes:
-        """Little-endian 32-bit words: bit t % 32 of word t // 32 allows token t. At the end only an end token is."""
         return bytes(self._matcher.compute_bitmask())
 
     @property
     def error(self) -> str:
-        """Why it cannot go on, or nothing."""
         return str(self._matcher.get_error()).splitlines()[0] if self._matcher.is_error() else ""

@@ -66,6 +66,26 @@ class CompletionLogprobs:
         return best
 
 
+def prompt_logprobs(
+    names: TokenNames, ids: Sequence[int], logprobs: Sequence[Logprob], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's list: None for a prompt's first token, then its id and the `num_top` best, each with its text.
+
+    `rank` counts from 1; it is null for a token that is not among the best that are known.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for token, entry in zip(ids[1:], logprobs):
+        ranked = {other: (logprob, rank) for rank, (other, logprob) in enumerate(entry.top[:num_top], 1)}
+        ranked.setdefault(token, (entry.logprob, None))  # type: ignore[arg-type]
+        found.append(
+            {
+                str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": names.text(other)}
+                for other, (logprob, rank) in ranked.items()
+            }
+        )
+    return found
+
+
 def chat_logprobs(names: TokenNames, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
     """The object of /v1/chat/completions."""
     return {

@@ -1,4 +1,4 @@
-"""What a client may send, as msgspec structs: names and types of fields, and their mapping to SamplingParams.
+"""What a client may send, as msgspec structs: names and types of fields. sampling.py makes SamplingParams of them.
 
 Ranges are checked in one place, SamplingParams; a field not named here is refused by name. Null always means
 "not given". Fields under "no effect" are OpenAI's and change nothing about the answer of this server.
@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from steelyard.core.sampling import SamplingParams
 from steelyard.errors import InvalidRequest
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -129,6 +128,7 @@ class GenerationBody(AccountBody, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
     return_ledger: bool | None = None
     response_format: ResponseFormat | None = None
@@ -137,8 +137,6 @@ class GenerationBody(AccountBody, kw_only=True):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    # not supported
-    prompt_logprobs: None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -198,6 +196,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     stop_in_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     # no effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -257,68 +256,3 @@ def prompts_of(prompt: str | list[str | int | list[int]], param: str) -> list[st
     raise InvalidRequest(
         f"{param}: must be a string, a list of strings, token ids or lists of token ids, got {what}", param=param
     )
-
-
-def completion_sampling(body: CompletionBody) -> SamplingParams:
-    """Raises InvalidRequest for values out of range. max_tokens stays None if it was not given."""
-    if body.best_of is not None and body.best_of != given(body.n, 1):
-        raise InvalidRequest("best_of: only the value of n is supported; leave it out", param="best_of")
-    wants_prompt = bool(body.echo) and body.logprobs is not None
-    if wants_prompt and body.stream:
-        raise InvalidRequest("echo: with logprobs is served without stream only", param="echo")
-    values = _values(body, body.max_tokens)
-    return SamplingParams(logprobs=body.logprobs, prompt_logprobs=body.logprobs if wants_prompt else None, **values)
-
-
-def chat_sampling(body: ChatBody) -> SamplingParams:
-    """Raises InvalidRequest for values out of range. max_tokens stays None if it was not given."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
-    if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
-        raise InvalidRequest(
-            "max_completion_tokens: differs from max_tokens; give one of them", param="max_completion_tokens"
-        )
-    renamed = {"logprobs": "top_logprobs"}
-    max_tokens = body.max_tokens
-    if body.max_completion_tokens is not None:
-        max_tokens = body.max_completion_tokens
-        renamed["max_tokens"] = "max_completion_tokens"
-    logprobs = given(body.top_logprobs, 0) if body.logprobs else None
-    try:
-        return SamplingParams(logprobs=logprobs, **_values(body, max_tokens))
-    except InvalidRequest as error:
-        param = error.param or ""
-        if param in renamed:
-            text = error.message.replace(f"{param}:", f"{renamed[param]}:", 1)
-            raise InvalidRequest(text, param=renamed[param], code=error.code) from None
-        raise
-
-
-_SAME_NAME = (
-    "n",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-
-
-def _values(body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams for the fields both endpoints have."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
-    stop = body.stop
-    values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
-    values["max_tokens"] = max_tokens
-    values["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
-    values["logit_bias"] = tuple((body.logit_bias or {}).items())
-    return values

@@ -287,6 +287,11 @@ class Run:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(end.usage.cached_tokens for end in firsts if end)}
         return usage
 
+    @property
+    def n(self) -> int:
+        """Choices a prompt."""
+        return self._sampling.n
+
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice `index`."""
         return self._prompts[index // self._sampling.n]

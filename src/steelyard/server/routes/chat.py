@@ -16,12 +16,14 @@ import msgspec
 
 from steelyard.core.timed import State
 from steelyard.errors import InvalidRequest
+from steelyard.grammar.thinking import Thinking
 from steelyard.server import sse
 from steelyard.server.dialogue import THINK, Dialogue
 from steelyard.server.exchange import Exchange
-from steelyard.server.logprobs import TokenNames, chat_logprobs
-from steelyard.server.protocol import ChatBody, chat_sampling, given, unsupported_fields
+from steelyard.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from steelyard.server.protocol import ChatBody, given, unsupported_fields
 from steelyard.server.run import Chunk, Reasoning, Run, max_output
+from steelyard.server.sampling import chat_sampling
 from steelyard.server.service import Service
 from steelyard.text.tools import FORMATS, ToolFormat
 
@@ -55,7 +57,9 @@ async def conversation(exchange: Exchange, body: ChatBody) -> AsyncIterator[tupl
             kwargs=body.chat_template_kwargs,
             tools=[msgspec.to_builtins(tool) for tool in body.tools or ()] if body.tool_choice != "none" else None,
         )
-        reasoning = _reasoning(service, body, text) if not terms.grammar else None
+        reasoning = _reasoning(service, body, text)
+        if reasoning is not None and (terms.grammar or body.thinking_token_budget is not None):
+            terms = replace(terms, grammar=_behind(service, reasoning, body.thinking_token_budget, terms.grammar))
         special = given(body.add_special_tokens, False)
         prompt = await service.prompts.from_text(text, special, "messages", terms.namespace)
         sampling = service.limited(sampling, [len(prompt.ids)])
@@ -84,8 +88,28 @@ def _tools(service: Service, body: ChatBody) -> ToolFormat | None:
 
 def _reasoning(service: Service, body: ChatBody, text: str) -> Reasoning | None:
     if not service.splits_reasoning:
+        if body.thinking_token_budget is not None:
+            raise InvalidRequest(
+                "thinking_token_budget: this model's template shows no thinking; leave it out",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
         return None
     return Reasoning(*THINK, inside=text.rstrip().endswith(THINK[0]), stops=bool(body.stop_in_reasoning))
+
+
+def _behind(service: Service, marks: Reasoning, budget: int | None, grammar: str) -> str:
+    """A grammar for thinking, then an answer that is held to `grammar`, or free if that is empty."""
+    encode = service.prompts.need_tokenizer("messages").encode
+    newlines = [encode(text, False) for text in ("\n", "\n\n")]
+    return Thinking(
+        opens=tuple(encode(marks.opens, False)),
+        closes=tuple(encode(marks.closes, False)),
+        gap=tuple(ids[0] for ids in newlines if len(ids) == 1),
+        inside=marks.inside,
+        budget=budget,
+        answer=grammar,
+    ).as_grammar()
 
 
 class _Reply:
@@ -116,6 +140,10 @@ class _Reply:
             answer["ledger"] = self._exchange.ledger()
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._run.prompt_of(0).ids
+        num_top = self._body.prompt_logprobs
+        if num_top is not None:
+            ids, known = self._run.prompt_of(0).ids, self._run.prompt_logprobs(0)
+            answer["prompt_logprobs"] = prompt_logprobs(self._names, ids, known, num_top)
         await self._exchange.respond(200, sse.encode(answer))
 
     async def stream(self) -> None:

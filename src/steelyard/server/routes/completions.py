@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import msgspec
@@ -13,19 +14,20 @@ from steelyard.core.timed import State
 from steelyard.errors import InvalidRequest
 from steelyard.server import sse
 from steelyard.server.exchange import Exchange
-from steelyard.server.logprobs import CompletionLogprobs, TokenNames
+from steelyard.server.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from steelyard.server.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
     CompletionBody,
-    completion_sampling,
     given,
     prompts_of,
     unsupported_fields,
 )
 from steelyard.server.run import Chunk, Run, max_output
+from steelyard.server.sampling import completion_sampling
 from steelyard.server.service import Service
 from steelyard.server.terms import Prompt
+from steelyard.wire.messages import Logprob
 
 _DECODER = msgspec.json.Decoder(CompletionBody)
 _UNSUPPORTED = unsupported_fields(CompletionBody)
@@ -91,7 +93,8 @@ class _Reply:
 
     async def whole(self) -> None:
         """Collect every choice, then answer in one."""
-        choices = [self._choice(chunk, whole=True) for chunk in await self._run.whole()]
+        shown = self._best(await self._run.whole())
+        choices = [{**self._choice(chunk, whole=True), "index": number} for number, chunk in enumerate(shown)]
         answer = {
             "id": self._id,
             "object": _OBJECT,
@@ -103,6 +106,16 @@ class _Reply:
         if self._body.return_ledger:
             answer["ledger"] = self._exchange.ledger()
         await self._exchange.respond(200, sse.encode(answer))
+
+    def _best(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Of each prompt's choices the n with the highest log-probability a token; all if no more were made."""
+        num_made, num_shown = self._run.n, given(self._body.n, 1)
+        if num_made == num_shown:
+            return chunks
+        shown: list[Chunk] = []
+        for first in range(0, len(chunks), num_made):
+            shown += sorted(chunks[first : first + num_made], key=_mean_logprob, reverse=True)[:num_shown]
+        return shown
 
     async def stream(self) -> None:
         """One event a chunk; all that is ready at once is one write."""
@@ -139,6 +152,9 @@ class _Reply:
         }
         if chunk.finish_reason is not None:
             choice["stop_reason"] = chunk.stop_reason
+        if body.prompt_logprobs is not None:
+            known = self._run.prompt_logprobs(chunk.index)
+            choice["prompt_logprobs"] = prompt_logprobs(self._names, prompt.ids, known, body.prompt_logprobs)
         if self._token_ids:
             choice["token_ids"] = chunk.ids
             if first:
@@ -149,8 +165,14 @@ class _Reply:
         form = self._logprobs.setdefault(chunk.index, CompletionLogprobs(self._names))
         if not echo:
             return form.of(chunk.ids, chunk.logprobs)
-        return form.of([*prompt.ids, *chunk.ids], [None, *self._run.prompt_logprobs(chunk.index), *chunk.logprobs])
+        num_top = self._body.logprobs or 0
+        known = [Logprob(entry.logprob, entry.top[:num_top]) for entry in self._run.prompt_logprobs(chunk.index)]
+        return form.of([*prompt.ids, *chunk.ids], [None, *known, *chunk.logprobs])
 
     def _prompt_text(self, prompt: Prompt) -> str:
         tokenizer = self._exchange.service.prompts.tokenizer
         return "" if tokenizer is None else tokenizer.decode(prompt.ids, given(self._body.skip_special_tokens, True))
+
+
+def _mean_logprob(chunk: Chunk) -> float:
+    return sum(entry.logprob for entry in chunk.logprobs) / len(chunk.logprobs) if chunk.logprobs else -inf
