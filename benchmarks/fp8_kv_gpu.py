@@ -1,0 +1,188 @@
+"""fp8 KV against bf16 on one GPU: attention checked, then decode of 64 rows of 4k timed in turns.
+
+Run: python3 benchmarks/fp8_kv_gpu.py OUT        rows go to OUT/fp8_kv.json; exit status 1: a check failed
+
+Without a GPU (TRITON_INTERPRET=1) small shapes are checked and nothing is timed. The floor of a decode is the bytes of
+K and V at 4.25 TB/s: half as many in fp8. The goal is 1.7 times the bf16 rate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from kernel_timing import replay_ms, warm_up
+
+from steelyard.kernels import triton_attention
+from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
+from steelyard.kernels.kv_fp8 import FP8, scale_for, to_stored
+from steelyard.kernels.reference import ReferenceAttention
+from steelyard.kernels.triton_attention import TritonAttention
+from steelyard.kernels.triton_configs import AttentionShape, DecodeConfig, decode_config
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+BYTES_PER_US = 4.25e6
+GOAL = 1.7
+RAGGED = (
+    [(1, 1), (1, 65), (1, 1023), (1, 2048), (5, 16), (129, 192), (200, 1200)] if GPU else [(1, 65), (1, 9), (20, 40)]
+)
+LIMIT = 5e-2
+"""Largest difference over the root mean square: outputs are bfloat16."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows over one layer's pool in shuffled blocks, in bf16 and quantised from the same numbers."""
+
+    q: torch.Tensor
+    wide: KvLayer
+    fp8: KvLayer
+    batches: list[Batch]
+    shape: AttentionShape
+
+
+def problem(rows: list[tuple[int, int]], shape: AttentionShape, replicas: int = 1) -> Problem:
+    """The new tokens' K and V lie in the pool already; `batches` have disjoint tables, to rotate beyond the L2."""
+    torch.manual_seed(0)
+    block, per = shape.block_size, [-(-ctx // shape.block_size) for _, ctx in rows]
+    num_blocks = sum(per) * replicas + 1
+    order = (torch.randperm(num_blocks - 1) + 1).int()
+    new, ctx = torch.tensor([n for n, _ in rows]), torch.tensor([c for _, c in rows])
+    q_start = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    total = int(q_start[-1])
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), new)
+    position = torch.arange(total) - q_start[row_of] + (ctx - new)[row_of]
+    batches = []
+    for which in range(replicas):
+        table = torch.zeros(len(rows), max(per) + 1, dtype=torch.int32)
+        at = which * sum(per)
+        for row, count in enumerate(per):
+            table[row, :count] = order[at : at + count]
+            at += count
+        slots = table[row_of, position // block].long() * block + position % block
+        batches.append(
+            Batch(
+                *(t.to(DEVICE) if torch.is_tensor(t) else (t[0].to(DEVICE),) for t in (position, (slots,))),
+                q_start=q_start.int().to(DEVICE),
+                ctx_len=ctx.int().to(DEVICE),
+                tables=(table.to(DEVICE),),
+                num_tokens=total,
+                num_decode=sum(n == 1 for n, _ in rows),
+                max_q=int(new.max()),
+                max_ctx=int(ctx.max()),
+            )
+        )
+    pools, scales = [], []
+    for _ in range(2):
+        pool = torch.randn(num_blocks, shape.num_kv_heads, block, shape.head_dim, device=DEVICE, dtype=shape.dtype)
+        pools.append(pool)
+        scales.append(scale_for(pool.float().abs().amax(dim=(0, 2, 3))))
+    stored = [to_stored(p.transpose(1, 2), s, FP8).transpose(1, 2).contiguous() for p, s in zip(pools, scales)]
+    q = torch.randn(total, shape.num_heads, shape.head_dim, device=DEVICE, dtype=shape.dtype)
+    return Problem(q, KvLayer(*pools, block), KvLayer(*stored, block, *scales), batches, shape)
+
+
+def attend(p: Problem, kv: KvLayer, spec: AttnSpec, poisoned: bool) -> Callable[[int], torch.Tensor]:
+    """A call of the batch `which`; the output is NaN before it, or whatever was there."""
+    attention = TritonAttention(replace(p.shape, is_fp8=kv.k_scale is not None, windows=(spec.window,)), DEVICE)
+    attention.prepare(p.batches[0])
+
+    shared = torch.empty_like(p.q)
+
+    def call(which: int) -> torch.Tensor:
+        out = torch.full_like(p.q, torch.nan) if poisoned else shared
+        attention.forward(p.q, None, None, kv, p.batches[which], spec, out)
+        return out
+
+    return call
+
+
+def exact(p: Problem, spec: AttnSpec) -> torch.Tensor:
+    """The formula in float64 over the numbers that the fp8 pool stands for, on the CPU."""
+    kv = KvLayer(p.fp8.k.cpu(), p.fp8.v.cpu(), p.fp8.block_size, p.fp8.k_scale.cpu(), p.fp8.v_scale.cpu())
+    b = p.batches[0]
+    batch = replace(b, q_start=b.q_start.cpu(), ctx_len=b.ctx_len.cpu(), tables=(b.tables[0].cpu(),))
+    out = torch.full(p.q.shape, torch.nan, dtype=torch.float64)
+    sinks = None if spec.sinks is None else spec.sinks.cpu()
+    ReferenceAttention().forward(p.q.cpu().double(), None, out, kv, batch, replace(spec, sinks=sinks), out)
+    return out
+
+
+def check(name: str, shape: AttentionShape, spec: AttnSpec) -> dict[str, object]:
+    """Error against float64 over the same quantised KV, and how many of 20 repeats are the same bits."""
+    p = problem(RAGGED, shape)
+    call, expected = attend(p, p.fp8, spec, True), exact(p, spec)
+    first = call(0)
+    error = float((first.double().cpu() - expected).abs().max() / expected.square().mean().sqrt())
+    same = sum(torch.equal(call(0), first) for _ in range(20 if GPU else 1))
+    return {"item": "check", "case": name, "error": error, "same": same, "ok": error < LIMIT and same in (1, 20)}
+
+
+def checks() -> list[dict[str, object]]:
+    """Blocks, head sizes, groups, and the options of a layer."""
+    sizes = {"max_rows": 64, "max_tokens": 1024}
+    found = []
+    for heads, kv_heads, dim, block in ((32, 8, 128, 64), (9, 3, 64, 16), (8, 4, 256, 64)):
+        shape = AttentionShape(heads, kv_heads, dim, block, **sizes)
+        found.append(check(f"{heads} on {kv_heads}, {dim}, blocks of {block}", shape, AttnSpec(dim**-0.5)))
+    sinks = torch.randn(32, device=DEVICE)
+    shape = AttentionShape(32, 8, 128, 64, **sizes)
+    found.append(check("window, cap, sinks", shape, AttnSpec(0.09, window=100, softcap=20.0, sinks=sinks)))
+    return found
+
+
+def forms(shape: AttentionShape, rows: int) -> dict[str, DecodeConfig]:
+    """The shipped form, and those worth comparing."""
+    shipped = decode_config(replace(shape, is_fp8=True), rows)
+    return {
+        "shipped": shipped,
+        "as many registers as wanted": replace(shipped, max_registers=None, stages=4),
+        "one buffer": replace(shipped, max_registers=None, carry=False),
+        "tiles of 128": replace(shipped, max_registers=None, tile=128),
+    }
+
+
+def decode(rows: int, ctx: int) -> list[dict[str, object]]:
+    """bf16 and each fp8 form in turns, three times; the medians."""
+    shape = AttentionShape(32, 8, 128, 64, max_rows=256, max_tokens=1024)
+    p, spec = problem([(1, ctx)] * rows, shape, replicas=2), AttnSpec(0.09)
+    configs = {"bf16": decode_config(shape, rows)} | forms(shape, rows)
+    times: dict[str, list[float]] = {name: [] for name in configs}
+    for _ in range(3):
+        for name, config in configs.items():
+            triton_attention.decode_config = lambda *_, config=config: config
+            call = attend(p, p.wide if name == "bf16" else p.fp8, spec, False)
+            times[name].append(1e3 * replay_ms([lambda call=call, which=which: call(which) for which in (0, 1)]))
+    triton_attention.decode_config = decode_config
+    found = []
+    for name, each in times.items():
+        size = rows * ctx * 8 * 128 * 2 * (2 if name == "bf16" else 1)
+        us, base = sorted(each)[1], sorted(times["bf16"])[1]
+        row = {"item": "decode", "rows": rows, "ctx": ctx, "form": name, "us": us, "floor_us": size / BYTES_PER_US}
+        found.append(row | {"tb_s": size / us / 1e6, "of_bf16_rate": base / us, "goal": GOAL})
+    return found
+
+
+def main(folder: Path) -> int:
+    rows = checks()
+    if GPU:
+        warm_up()
+        for shape in ((64, 4096), (64, 1024), (8, 4096)):
+            rows += decode(*shape)
+    for row in rows:
+        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+    folder.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if GPU else "interpreter"
+    (folder / "fp8_kv.json").write_text(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
+    return 0 if all(row.get("ok", True) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
