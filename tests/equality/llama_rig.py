@@ -72,6 +72,7 @@ class Cell:
     caching: bool = True
     backend: str = "cpu"
     max_model_len: int | None = None
+    swap_space_bytes: int = 0
 
 
 class Watched(Simulation):
@@ -111,6 +112,7 @@ def runner_of(folder: Path, cell: Cell, **options: Any) -> TorchRunner:
             overlap=cell.overlap,
             backend=cell.backend,
             max_model_len=cell.max_model_len,
+            swap_space_bytes=cell.swap_space_bytes,
             **options,
         ),
     )

@@ -97,7 +97,6 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueue a step."""
-        assert not plan.swaps, "this runner has no host tier"
         step = self._open(plan)
         slot = step.slot
         pairs = differences(plan.enter, plan.edits, self._rows.layout)
@@ -109,6 +108,7 @@ class DeviceRunner:
         slot.write_patches(pairs)
         slot.upload()
         try:
+            self._machine.kv.swap(plan.swaps)
             if plan.copies:
                 self._copy(plan)
             self._run(step, shape, graph)

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard.core.step import Copy
+from steelyard.core.step import Copy, Swap
 from steelyard.errors import StartError
 from steelyard.kernels.attention import KvLayer
 from steelyard.kernels.kv_fp8 import FP8, as_bytes
 from steelyard.models.config import DecoderConfig
 from steelyard.plan.memory import KvPools, MemoryBudget
 from steelyard.plan.shape import ModelShape
+from steelyard.runner.host import HostPool, slots_in
 from steelyard.runner.options import Limits, RunnerOptions
 from steelyard.runner.staging import Staging
 
@@ -57,6 +58,7 @@ class KvPool:
             for at, layer in enumerate(members):
                 of_layer = (None, None) if scales is None else scales[layer]
                 views[layer] = KvLayer(blocks[:, at, 0], blocks[:, at, 1], block_size, *of_layer)
+        self.host: HostPool | None = None
         self.layers = tuple(views[i] for i in range(len(config.layers)))
 
     def stage(self, copies: Sequence[Copy], staging: Staging) -> None:
@@ -73,6 +75,22 @@ class KvPool:
             if f"copy_src{group}" in staging:
                 blocks = pool.index_select(0, staging[f"copy_src{group}"])
                 pool.index_copy_(0, staging[f"copy_dst{group}"].long(), blocks)
+
+    def add_host(self, space_bytes: int) -> None:
+        """A host tier of at most so many bytes behind the pools; 0: none. Raises StartError where it holds nothing."""
+        if space_bytes:
+            self.host = HostPool(self.pools, slots_in(space_bytes, self.pools))
+
+    @property
+    def num_host_blocks(self) -> tuple[int, ...]:
+        """Slots of each group's host tier; empty where there is none."""
+        return () if self.host is None else self.host.num_slots
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        """Make a plan's moves between device and host; what is launched after it finds them done."""
+        if swaps:
+            assert self.host is not None, "this runner has no host tier"
+            self.host.swap(swaps)
 
     def clear(self, group: int, blocks: Tensor) -> None:
         """Zero whole blocks that a row is about to begin.

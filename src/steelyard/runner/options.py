@@ -21,6 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class RunnerOptions:
     """The fields of EngineConfig that a runner needs, with the same names and meanings.
 
+    swap_space_bytes  of the host tier; 0: none
     overlap   results are collected after the next launch; None: where the device runs by itself
     backend   auto, or the name of one (reference: slow and exact, for tests)
     kv_cache_dtype  auto: what the backend computes in; fp8: see kernels/kv_fp8.py
@@ -39,6 +40,7 @@ class RunnerOptions:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     overlap: bool | None = None
+    swap_space_bytes: int = 0
     seed: int = 0
     backend: str = "auto"
     attention_backend: str = "auto"

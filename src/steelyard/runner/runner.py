@@ -85,7 +85,6 @@ class TorchRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step. On a CPU it is computed here; its results are still read by `collect` only."""
-        assert not plan.swaps, "this runner has no host tier"
         staging = Staging()
         self._rows.stage(plan, staging)
         self._kv.stage(plan.copies, staging)
@@ -98,6 +97,7 @@ class TorchRunner:
         staging.add("last_tokens", np.array([i for i, _ in plain + masked], np.int32))
         staging.upload(self._device)
         self._rows.apply(staging)
+        self._kv.swap(plan.swaps)
         self._clear_fresh(staging)
         self._kv.copy(staging)
         if layout.work:

@@ -75,6 +75,9 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
         like = torch.empty(0, dtype=kv_dtype, device=device)
         kv = KvPool(decoder.config, num_blocks, limits.block_size, like, scales)
+    if options.swap_space_bytes:
+        with phases("host tier"):
+            kv.add_host(options.swap_space_bytes)
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
@@ -86,6 +89,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
         kv_layout=kv_layout(dtype, kv_dtype, limits.block_size),
+        num_host_blocks=kv.num_host_blocks,
     )
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
     terms = _terms(budget, kv.nbytes, context_bytes)

@@ -176,6 +176,9 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     with phases("KV pool"):
         num_blocks = size_pool(start.shape, options, limits, budget, start.kv_dtype.itemsize)
         kv = start.pool(num_blocks)
+    if options.swap_space_bytes:
+        with phases("host tier"):
+            kv.add_host(options.swap_space_bytes)
     before = phases.free_bytes()
     with phases("graphs"):
         graphs = start.capture(buckets)
@@ -192,6 +195,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
         kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size),
+        num_host_blocks=kv.num_host_blocks,
     )
     machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
     runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)
