@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from steelyard.bench.ablate import KNOBS, attribute, compare, interleaved, knobs_named, to_markdown
+from steelyard.bench.ablate import attribute, compare, interleaved
+from steelyard.bench.ablate_text import SetResult, knobs_markdown, set_markdown
+from steelyard.bench.arms import KNOBS, SETS, knobs_named, sets_named
+from steelyard.bench.expect import Load, expected
+from steelyard.bench.floor import roofline_of
+from steelyard.cli import serve
+from steelyard.cli.ablate_page import page
 from steelyard.cli.main import main
+from steelyard.config import EngineConfig
 from steelyard.errors import InvalidRequest
+from steelyard.plan.calibration import default_calibration
 
 BLOCK = KNOBS["block-size"]
 
@@ -16,6 +26,7 @@ BLOCK = KNOBS["block-size"]
 def report(e2e_ms: float, states: dict[str, float], block: str = "16", **changes: Any) -> dict[str, Any]:
     layout = f"{changes.get('dtype', 'bf16')}/{block}"
     config = {"block_size": block, "kv_layout": layout, "num_gpu_blocks": str(64 // int(block))}
+    config |= changes.get("config", {})
     window = {
         "output_tokens_per_s": 1e6 / e2e_ms,
         "latency_ms": {"service": {"e2e": {"mean": e2e_ms}, "ttft": {"p50": 5.0}}},
@@ -29,7 +40,13 @@ def report(e2e_ms: float, states: dict[str, float], block: str = "16", **changes
         "server_facts": {"config": config},
         "summary": {
             "windows": {"whole run": window},
-            "server": {"time_by_state_s": states, "requests_ended": 10.0},
+            "server": {
+                "time_by_state_s": states,
+                "requests_ended": 10.0,
+                "generation_tokens": 100.0,
+                "device_s": 2.0,
+                "running": {"mean": 4.0, "max": 8.0},
+            },
         },
     }
 
@@ -43,6 +60,7 @@ def arms(**changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def test_runs_alternate_and_neither_arm_always_goes_first() -> None:
     assert [arm for _, arm in interleaved(3)] == list("ABBAAB")
     assert [pair for pair, _ in interleaved(2)] == [0, 0, 1, 1]
+    assert [arm for _, arm in interleaved(2, "ABC")] == list("ABCCBA")
 
 
 def test_the_difference_is_the_accounts_and_the_residual() -> None:
@@ -56,8 +74,9 @@ def test_the_difference_is_the_accounts_and_the_residual() -> None:
 def test_a_clean_comparison_is_not_void() -> None:
     found = compare(BLOCK, *arms())
     assert found.void == () and found.metrics["E2E mean, ms"].decided
-    text = to_markdown([found], {})
-    assert "speed only" in text and "residual" in text
+    text = knobs_markdown([found])
+    assert "speed only" in text and "residual" in text and "Predicted: nothing" in text
+    assert found.spent["device time an output token, ms"] == (pytest.approx(20.0), pytest.approx(20.0))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +90,8 @@ def test_reasons_not_to_quote_a_difference(changes: dict[str, Any], why: str) ->
 def test_a_flag_without_effect_and_one_not_read_back_are_said() -> None:
     a, _ = arms()
     assert any("no effect" in reason for reason in compare(BLOCK, a, a).void)
-    assert any("not shown to have taken effect" in reason for reason in compare(KNOBS["graphs"], a, a).void)
+    silent = [{**r, "server_facts": {}} for r in a]
+    assert any("not shown to have taken effect" in reason for reason in compare(BLOCK, silent, silent).void)
     assert any("at least 3" in reason for reason in compare(BLOCK, a[:1], a[:1]).void)
 
 
@@ -80,3 +100,59 @@ def test_unknown_knobs_are_refused_before_anything_starts(capsys: pytest.Capture
         knobs_named(["turbo"])
     assert main(["ablate", "smollm2", "--knob", "turbo"]) == 2
     assert "turbo" in capsys.readouterr().err
+
+
+def test_every_arm_s_flags_are_the_server_s_and_every_knob_is_read_back() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    for knob in KNOBS.values():
+        for flags in (knob.a, knob.b):
+            parser.parse_args(["smollm2", *knob.both, *flags])
+        assert knob.read_back in {f.name for f in fields(EngineConfig)}
+    for arms in SETS.values():
+        for _, flags in arms.arms:
+            parser.parse_args(["smollm2", *arms.both, *flags])
+    assert {"kv-cache", "attention", "batching", "allocation", "prefix-caching", "chunked-prefill", "budget", "graphs",
+            "overlap", "dtype", "block-size"} <= KNOBS.keys()  # fmt: skip
+    assert [len(s.arms) for s in SETS.values()] == [3, 4]
+    with pytest.raises(InvalidRequest, match="combinations, batching"):
+        sets_named(["everything"])
+
+
+def test_a_change_that_brings_another_along_is_void_unless_it_cannot_be_helped() -> None:
+    a = [report(100, {"decode": 0.9}, config={"batching": "static", "batch_size": "8"}) for _ in range(3)]
+    b = [report(90, {"decode": 0.9}, config={"batching": "continuous", "batch_size": ""}) for _ in range(3)]
+    assert compare(KNOBS["batching"], a, b).void == ()
+    c = [report(90, {"decode": 0.9}, config={"batching": "continuous", "dtype": "bfloat16"}) for _ in range(3)]
+    assert any("dtype" in why for why in compare(KNOBS["batching"], a, c).void)
+
+
+def test_a_set_is_one_table_with_prefill_and_decode_apart_and_each_step_attributed() -> None:
+    arms = SETS["combinations"]
+    reports = [[report(e2e, {"decode": e2e / 100}) for _ in range(3)] for e2e in (300.0, 200.0, 100.0)]
+    steps = [compare(k, a, b) for k, a, b in zip(arms.knobs(), reports, reports[1:])]
+    result = SetResult(arms, reports, steps, ["the base of the others", "pass: x", "pass: y"])
+    text = set_markdown(result)
+    assert "| no cache, naive attention | 3,333 | 5 | 3 |" in text and "| cache, efficient attention | 1e+04" in text
+    assert text.count("residual, in no account") == 2
+    shown = page([], [result], {"a": reports[0][0]})
+    assert shown.count("<svg") == 3 + 2 and "http" not in shown.replace("http-equiv", "")
+    assert result.as_json()["arms"][2]["figures"]["decode: TPOT p50, ms"] == [1.0, 1.0, 1.0]
+
+
+def test_plan_expects_what_arithmetic_says() -> None:
+    roofline = roofline_of("llama-3.1-8b", "H200")
+    model = roofline, default_calibration(roofline)
+    load = Load(256, 128, 32)
+    by_name = {name: expected(name, model, load, 0.5) for name in KNOBS}
+    kv, naive, dtype, prefix = (by_name[n] for n in ("kv-cache", "attention", "dtype", "prefix-caching"))
+    assert kv is not None and naive is not None and dtype is not None and prefix is not None
+    # 32 rows of 320 tokens: 10,240 tokens of compute against one reading of the weights
+    assert 0.005 < kv.ratio < 0.05 and "anew" in kv.formula
+    assert 0.3 < naive.ratio < 1.0 and 0.4 < dtype.ratio < 0.65 and 0.4 < prefix.ratio < 1.0
+    assert by_name["graphs"] is None
+
+
+def test_an_ablation_without_a_knob_or_a_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "smollm2"]) != 0
+    assert "combinations, batching" in capsys.readouterr().err

@@ -121,3 +121,14 @@ def test_unknown_groups_and_tiny_vocabularies_are_refused() -> None:
     assert list(group_lengths(["4096/128"])) == ["long-short"]
     with pytest.raises(InvalidRequest, match="16"):
         Vocabulary(0, 10)
+
+
+def test_shortened_groups_keep_their_proportions_and_say_so() -> None:
+    assert group_lengths(["all"], 16) == {
+        "short-short/16": Lengths(16, 8),
+        "long-short/16": Lengths(256, 8),
+        "short-long/16": Lengths(16, 64),
+        "long-long/16": Lengths(256, 64),
+    }
+    with pytest.raises(InvalidRequest, match="--group-divisor"):
+        group_lengths(["all"], 0)

@@ -1,4 +1,4 @@
-"""One knob at a time: which flags make the two arms, in which order runs go, and what their difference is made of.
+"""One change at a time: in which order runs go, what their difference is made of, and why it may not be believed.
 
 Arms run interleaved (A B A B ...), each pair with one seed, so that drift of the machine is in both members of a pair.
 The difference of mean request time is split by the accounts of the server's ledger; what they do not hold is printed.
@@ -11,48 +11,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from steelyard.bench.arms import Knob
+from steelyard.bench.expect import Expected
 from steelyard.bench.repeats import Paired, paired
-from steelyard.errors import InvalidRequest
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """Flags of `steelyard serve` for each arm, and the account that the change should move."""
-
-    name: str
-    a: tuple[str, ...]
-    b: tuple[str, ...]
-    moves: str
-    read_back: str | None = None
-
-
-KNOBS: dict[str, Knob] = {
-    k.name: k
-    for k in (
-        Knob("kv-cache", ("--kv-cache", "off"), (), "compute"),
-        Knob("attention", ("--attention-backend", "naive"), (), "memory traffic"),
-        Knob("batching", ("--batching", "static"), (), "queueing"),
-        Knob("allocation", ("--kv-allocation", "contiguous"), (), "fragmentation"),
-        Knob(
-            "prefix-caching",
-            ("--no-enable-prefix-caching",),
-            ("--enable-prefix-caching",),
-            "compute",
-            "enable_prefix_caching",
-        ),
-        Knob("budget", ("--max-num-batched-tokens", "8192"), ("--max-num-batched-tokens", "512"), "interference"),
-        Knob("graphs", ("--enforce-eager",), (), "launch"),
-        Knob("overlap", ("--no-async-scheduling",), ("--async-scheduling",), "launch"),
-        Knob("dtype", ("--dtype", "float32"), ("--dtype", "bfloat16"), "memory traffic", "kv_layout"),
-        Knob("block-size", ("--block-size", "16"), ("--block-size", "64"), "fragmentation", "block_size"),
-    )
-}
-
 ACCOUNTS: Mapping[str, tuple[str, ...]] = {
     "queueing": ("wait_step_boundary", "wait_slot", "wait_budget", "wait_policy", "wait_grammar"),
-    "KV shortage": ("wait_kv",),
+    "fragmentation and KV capacity": ("wait_kv",),
     "prefill (compute)": ("prefill",),
     "decode (memory traffic)": ("decode",),
     "preemption": ("preempted", "recompute", "swap_out", "swapped", "swap_in"),
@@ -70,44 +38,88 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def knobs_named(names: Sequence[str]) -> list[Knob]:
-    """Raises InvalidRequest for a name that is not in the table."""
-    for name in names:
-        if name not in KNOBS:
-            raise InvalidRequest(f"--knob must be of {', '.join(KNOBS)}, got {name!r}", param="knob")
-    return [KNOBS[name] for name in names]
-
-
-def interleaved(pairs: int) -> Iterator[tuple[int, str]]:
-    """(pair, arm): A B A B ..., the first member alternating, so that neither is always the warmer one."""
+def interleaved(pairs: int, arms: str = "AB") -> Iterator[tuple[int, str]]:
+    """(pair, arm): A B B A ..., the order turning, so that no arm is always the warmer one."""
     for pair in range(pairs):
-        for arm in "AB" if pair % 2 == 0 else "BA":
+        for arm in arms if pair % 2 == 0 else reversed(arms):
             yield pair, arm
+
+
+SPENT: Mapping[str, tuple[str, float]] = {
+    "positions computed an output token": ("step_tokens", 1.0),
+    "positions of padding an output token": ("padded_tokens", 1.0),
+    "device time an output token, ms": ("device_s", 1e3),
+    "steps an output token": ("steps", 1.0),
+    "slots held empty an output token": ("held_slots", 1.0),
+}
+"""What the server's counters say was spent, over the tokens it generated: counter, and a factor."""
+LEVELS: Mapping[str, tuple[str, str]] = {
+    "running, mean": ("running", "mean"),
+    "waiting, mean": ("waiting", "mean"),
+    "share of KV in use, most": ("kv_usage", "max"),
+    "slots reserved or unfilled, mean": ("kv_slack_tokens", "mean"),
+}
+TOTALS: Mapping[str, str] = {
+    "allocations refused though blocks were free": "kv_fragmented",
+    "preemptions": "preemptions",
+    "positions computed again": "recomputed_tokens",
+}
+
+
+def spent(report: Json) -> dict[str, float]:
+    """Titles of SPENT, LEVELS and TOTALS that the server said, with their values."""
+    server = report["summary"].get("server") or {}
+    generated = server.get("generation_tokens")
+    found = {}
+    for title, (word, factor) in SPENT.items():
+        if generated and server.get(word) is not None:
+            found[title] = factor * server[word] / generated
+    for title, (word, part) in LEVELS.items():
+        if server.get(word) is not None:
+            found[title] = server[word][part]
+    return found | {title: server[word] for title, word in TOTALS.items() if server.get(word) is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both arms of one knob. `void`: why the difference may not be quoted; empty: it may."""
+    """Both arms of one knob. `void`: why the difference may not be quoted; empty: it may.
+
+    spent  what the server's counters say of each arm, means over runs
+    """
 
     knob: str
+    title: str
+    moves: str
     metrics: Mapping[str, Paired]
     values: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
     attribution: Mapping[str, float]
     residual_ms: float | None
     void: tuple[str, ...]
+    spent: Mapping[str, tuple[float, float]]
+    expected: Expected | None = None
+    quality: str = "speed only"
 
 
 def compare(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Comparison:
     """Reports of the arms, pair by pair."""
     metrics, values = {}, {}
     for title, path in METRICS.items():
-        pairs = [(_at(x, path), _at(y, path)) for x, y in zip(a, b)]
+        pairs = [(at_path(x, path), at_path(y, path)) for x, y in zip(a, b)]
         known = [(x, y) for x, y in pairs if x is not None and y is not None]
         if known:
             left, right = [x for x, _ in known], [y for _, y in known]
             metrics[title], values[title] = paired(left, right), (tuple(left), tuple(right))
     parts, residual = attribute(a, b)
-    return Comparison(knob.name, metrics, values, parts, residual, tuple(_void(knob, a, b)))
+    title = f"{knob.name}: A {' '.join(knob.a) or '(as it is)'}, B {' '.join(knob.b) or '(as it is)'}"
+    void, used = tuple(_void(knob, a, b)), _means(a, b)
+    return Comparison(knob.name, title, knob.moves, metrics, values, parts, residual, void, used)
+
+
+def _means(a: Sequence[Json], b: Sequence[Json]) -> dict[str, tuple[float, float]]:
+    """Of what both arms said in every run."""
+    before, after = [spent(r) for r in a], [spent(r) for r in b]
+    known = [t for t in (before[0] if before else ()) if all(t in x for x in (*before, *after))]
+    return {t: (fmean(x[t] for x in before), fmean(x[t] for x in after)) for t in known}
 
 
 def attribute(a: Sequence[Json], b: Sequence[Json]) -> tuple[dict[str, float], float | None]:
@@ -120,7 +132,7 @@ def attribute(a: Sequence[Json], b: Sequence[Json]) -> tuple[dict[str, float], f
         return {}, None
     parts = {name: fmean(x[name] for x in after) - fmean(x[name] for x in before) for name in ACCOUNTS}
     path = METRICS["E2E mean, ms"]
-    wholes = [fmean(v for r in arm if (v := _at(r, path)) is not None) for arm in (a, b)]
+    wholes = [fmean(v for r in arm if (v := at_path(r, path)) is not None) for arm in (a, b)]
     return parts, wholes[1] - wholes[0] - sum(parts.values())
 
 
@@ -144,11 +156,11 @@ def _void(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Iterator[str]:
         yield f"{len(a)} pairs: at least 3 are needed to say anything of noise"
     said = [tuple(_config(r) for r in arm) for arm in (a, b)]
     changed = {k for x, y in zip(*said) for k in x.keys() | y.keys() if x.get(k) != y.get(k)}
-    if knob.read_back is None:
-        yield f"the server does not report what {knob.name} is set to, so it is not shown to have taken effect"
-    elif knob.read_back not in changed:
+    if not any(any(config) for config in said):
+        yield f"the server does not report its settings, so {knob.name} is not shown to have taken effect"
+    elif knob.read_back and knob.read_back not in changed:
         yield f"{knob.read_back} reads the same in both arms: the flag had no effect"
-    others = changed - {knob.read_back, "num_gpu_blocks"}
+    others = changed - {knob.read_back, "num_blocks", "num_gpu_blocks", *knob.follows}
     if others:
         yield f"more than the knob changed: {', '.join(sorted(others))}"
 
@@ -161,30 +173,9 @@ def _config(report: Json) -> Json:
     return found
 
 
-def _at(report: Json, path: Sequence[str]) -> float | None:
+def at_path(report: Json, path: Sequence[str]) -> float | None:
+    """A figure of the whole run by its keys; None where it is not there."""
     value: Any = report["summary"]["windows"]["whole run"]
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def to_markdown(found: Sequence[Comparison], quality: Mapping[str, str]) -> str:
-    """A table a knob; the quality of the answers beside the speed, or that it was not measured."""
-    lines = ["# Ablation", "", "B against A, pairs of runs with the same seed; intervals of 95 %.", ""]
-    for c in found:
-        knob = KNOBS[c.knob]
-        arms = f"A {' '.join(knob.a) or '(as it is)'}, B {' '.join(knob.b) or '(as it is)'}"
-        lines += [f"## {c.knob}: {arms}", "", f"Expected to move: {knob.moves}.", ""]
-        lines += ["| metric | A | B | difference | decided |", "| --- | --- | --- | --- | --- |"]
-        for title, p in c.metrics.items():
-            a, b = (fmean(v) for v in c.values[title])
-            d = p.difference
-            shown = f"{p.relative:+.1%} ({d.low:+.4g} to {d.high:+.4g})"
-            lines.append(f"| {title} | {a:.4g} | {b:.4g} | {shown} | {'yes' if p.decided else 'no'} |")
-        if c.attribution:
-            lines += ["", "| account, ms a request | difference |", "| --- | --- |"]
-            lines += [f"| {name} | {value:+.3f} |" for name, value in c.attribution.items()]
-            lines.append(f"| residual, in no account | {c.residual_ms:+.3f} |")
-        lines += ["", f"Quality: {quality.get(c.knob, 'speed only')}", ""]
-        lines += [f"* Not to be quoted as it is: {why}." for why in c.void]
-    return "\n".join(lines) + "\n"

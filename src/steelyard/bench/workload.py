@@ -164,8 +164,10 @@ def _drawn(draw: random.Random, lengths: Lengths) -> tuple[int, int]:
     return first, second
 
 
-def group_lengths(names: Sequence[str]) -> dict[str, Lengths]:
-    """The named groups, or all four for "all". Raises InvalidRequest."""
+def group_lengths(names: Sequence[str], divisor: int = 1) -> dict[str, Lengths]:
+    """The named groups, or all four for "all"; shortened ones say so in their names. Raises InvalidRequest."""
+    if not 1 <= divisor <= 128:
+        raise InvalidRequest(f"--group-divisor must be 1 to 128, got {divisor}", param="group_divisor")
     chosen = list(GROUPS) if list(names) == ["all"] else list(names)
     by_lengths = {f"{i}/{o}": name for name, (i, o) in GROUPS.items()}
     found = {}
@@ -173,7 +175,8 @@ def group_lengths(names: Sequence[str]) -> dict[str, Lengths]:
         key = by_lengths.get(name, name)
         if key not in GROUPS:
             raise InvalidRequest(f"--group must be all or of {', '.join(GROUPS)}, got {name!r}", param="group")
-        found[key] = Lengths(*GROUPS[key])
+        input_len, output_len = GROUPS[key]
+        found[key if divisor == 1 else f"{key}/{divisor}"] = Lengths(input_len // divisor, output_len // divisor)
     return found
 
 

@@ -1,4 +1,4 @@
-"""`steelyard ablate`: start two servers that differ in one flag, in turns, and compare what clients see."""
+"""`steelyard ablate`: start servers that differ in one flag, in turns; compare what clients see and what was spent."""
 
 from __future__ import annotations
 
@@ -7,83 +7,126 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steelyard.cli.bench_serve import add_load_arguments, add_target_arguments, find_server, make_work
 from steelyard.errors import InvalidRequest, StartError
 
 if TYPE_CHECKING:
-    from steelyard.bench.ablate import Comparison, Knob
-    from steelyard.bench.session import RunResult
+    from steelyard.bench.ablate import Comparison
+    from steelyard.bench.ablate_text import SetResult
+    from steelyard.bench.arms import ArmSet, Knob
+    from steelyard.bench.expect import Expected
 
 _ADDRESS = re.compile(r"^steelyard: .* on (http://\S+)$")
 START_LIMIT_S = 600.0
+SPEED_ONLY = "speed only: random weights say nothing of answers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("serve_model", metavar="MODEL", help="as for steelyard serve")
-    add("--knob", action="append", required=True, metavar="NAME", help="what to change; several: one after the other")
+    add("--knob", action="append", default=[], metavar="NAME", help="what to change, or all; several: one by one")
+    add("--set", action="append", default=[], metavar="NAME", help="several arms in one table: combinations, batching")
     add("--pairs", type=int, default=3, metavar="N", help="runs of each arm, interleaved (default: 3)")
-    add("--serve-args", default="", metavar="FLAGS", help="for both arms, such as '--max-num-seqs 8'")
-    add("--quality", action="store_true", help="judge B's answers against A's beside the speed")
+    add("--serve-args", default="", metavar="FLAGS", help="for every arm, such as '--max-num-seqs 8'")
+    add("--quality", action="store_true", help="judge answers of each arm against the last's beside the speed")
+    add("--quality-tasks", type=int, default=96, metavar="N")
+    add("--plan-model", metavar="MODEL", help="with --plan-device: predict each difference before it is measured")
+    add("--plan-device", metavar="DEVICE", help="such as H200, or a .toml file")
+    add("--save", type=Path, metavar="DIR", help="write ablation.md, .json and .html, and every run's report")
     add("--json", action="store_true")
     add_target_arguments(parser)
     add_load_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every knob and print one table each."""
+    """Measure every knob and set, print a table each, and save where asked."""
     import json
-    from dataclasses import asdict
 
     import uvloop
 
-    from steelyard.bench.ablate import knobs_named, to_markdown
+    from steelyard.bench.ablate_text import knobs_markdown, set_markdown
+    from steelyard.bench.arms import KNOBS, knobs_named, sets_named
+    from steelyard.cli.ablate_save import as_json, save
 
-    knobs = knobs_named(args.knob)
-    for knob in knobs:
-        _check_flags(knob)
-    found, quality = uvloop.run(_Ablation(args).run(knobs))
-    print(json.dumps([asdict(c) for c in found]) if args.json else to_markdown(found, quality))
+    knobs = knobs_named(list(KNOBS) if args.knob == ["all"] else args.knob)
+    sets = sets_named(args.set)
+    if not knobs and not sets:
+        raise InvalidRequest(f"give --knob ({', '.join(KNOBS)}, all) or --set (combinations, batching)", param="knob")
+    _check_flags([w for k in knobs for w in (*k.a, *k.b, *k.both)] + [w for s in sets for a in s.arms for w in a[1]])
+    ablation = _Ablation(args)
+    found, tables = uvloop.run(ablation.run(knobs, sets))
+    if args.save is not None:
+        for path in save(args.save, found, tables, ablation.reports):
+            print(f"wrote {path}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(as_json(found, tables)))
+    else:
+        print("\n".join([*(set_markdown(t) for t in tables), knobs_markdown(found) if found else ""]))
     return 0
 
 
-def _check_flags(knob: Knob) -> None:
+def _check_flags(words: Sequence[str]) -> None:
     """Raises InvalidRequest if this version of the server has no such flag: nothing is started then."""
     from steelyard.cli import serve
 
     parser = argparse.ArgumentParser(exit_on_error=False)
     serve.add_arguments(parser)
     known = {word for action in parser._actions for word in action.option_strings}
-    missing = [word for word in (*knob.a, *knob.b) if word.startswith("--") and word not in known]
+    missing = [word for word in words if word.startswith("--") and word not in known]
     if missing:
-        raise InvalidRequest(f"--knob {knob.name}: this server has no {missing[0]}", param="knob")
+        raise InvalidRequest(f"this server has no {missing[0]}", param="knob")
 
 
 class _Ablation:
+    """Runs of all arms. `reports`: every run's, by a name that says knob or set, arm and pair."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
+        self.reports: dict[str, Any] = {}
 
-    async def run(self, knobs: Sequence[Knob]) -> tuple[list[Comparison], dict[str, str]]:
-        from steelyard.bench.ablate import compare, interleaved
+    async def run(self, knobs: Sequence[Knob], sets: Sequence[ArmSet]) -> tuple[list[Comparison], list[SetResult]]:
+        from steelyard.bench.ablate import compare
 
-        found, quality = [], {}
+        found = []
         for knob in knobs:
-            reports: dict[str, list[Any]] = {"A": [], "B": []}
-            for pair, arm in interleaved(self._args.pairs):
-                print(f"{knob.name}: pair {pair + 1} of {self._args.pairs}, arm {arm}", file=sys.stderr, flush=True)
-                result = await self._one(knob.a if arm == "A" else knob.b, pair)
-                reports[arm].append(result.report)
-            found.append(compare(knob, reports["A"], reports["B"]))
-            if self._args.quality:
-                quality[knob.name] = await self._quality(knob)
-        return found, quality
+            arms = {"A": (*knob.both, *knob.a), "B": (*knob.both, *knob.b)}
+            reports, quality = await self._arms(knob.name, arms)
+            judged = replace(compare(knob, *reports), quality=quality[0])
+            found.append(replace(judged, expected=self._expected(knob.name, reports[0])))
+        return found, [await self._set(s) for s in sets]
 
-    async def _one(self, flags: Sequence[str], pair: int) -> RunResult:
+    async def _set(self, arms: ArmSet) -> SetResult:
+        from steelyard.bench.ablate import compare
+        from steelyard.bench.ablate_text import SetResult
+
+        flags = {name: (*arms.both, *own) for name, own in arms.arms}
+        reports, quality = await self._arms(arms.name, flags)
+        steps = [compare(k, a, b) for k, a, b in zip(arms.knobs(), reports, reports[1:])]
+        steps = [replace(step, quality=said) for step, said in zip(steps, quality)]
+        return SetResult(arms, reports, steps, quality)
+
+    async def _arms(self, title: str, arms: Mapping[str, Sequence[str]]) -> tuple[list[list[Any]], list[str]]:
+        """(reports by arm, what is said of each arm's answers), runs interleaved."""
+        from steelyard.bench.ablate import interleaved
+
+        names = list(arms)
+        letters = "".join(chr(ord("A") + i) for i in range(len(names)))
+        found: list[list[Any]] = [[] for _ in names]
+        for pair, letter in interleaved(self._args.pairs, letters):
+            at = letters.index(letter)
+            print(f"{title}: run {pair + 1} of {self._args.pairs}, {names[at]}", file=sys.stderr, flush=True)
+            report = await self._one(arms[names[at]], pair, f"{title}, {names[at]}, run {pair + 1}")
+            found[at].append(report)
+        return found, await self._quality(list(arms.values()))
+
+    async def _one(self, flags: Sequence[str], pair: int, name: str) -> Any:
         """A fresh server, so that no arm inherits a cache; pairs share their seed."""
         from steelyard.bench.session import RunOptions, run_session
 
@@ -91,18 +134,41 @@ class _Ablation:
             args = copy(self._args)
             args.base_url = url
             server = await find_server(args)
-            return await run_session(server, make_work(args, seed=args.seed + pair), RunOptions())
+            result = await run_session(server, make_work(args, seed=args.seed + pair), RunOptions(name=name))
+        self.reports[name] = result.report
+        return result.report
 
-    async def _quality(self, knob: Knob) -> str:
+    async def _quality(self, arms: Sequence[Sequence[str]]) -> list[str]:
+        """What the gate says of each arm against the last, which is the engine as it is."""
         from steelyard.cli.quality import judge_servers
 
-        shared = self._args.serve_args.split()
+        shared, model = self._args.serve_args.split(), self._args.serve_model
         if "dummy" in shared:
-            return "speed only: random weights say nothing of answers"
-        model = self._args.serve_model
-        async with served(model, [*shared, *knob.a]) as a, served(model, [*shared, *knob.b]) as b:
-            verdict, _, _ = await judge_servers(a, b)
-        return f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
+            return [SPEED_ONLY] * len(arms)
+        if not self._args.quality:
+            return ["speed only"] * len(arms)
+        found = []
+        async with served(model, [*shared, *arms[-1]]) as base:
+            for flags in arms[:-1]:
+                print(f"quality: {' '.join(flags)}", file=sys.stderr, flush=True)
+                async with served(model, [*shared, *flags]) as arm:
+                    verdict, _, _ = await judge_servers(base, arm, num_tasks=self._args.quality_tasks)
+                found.append(f"{verdict.outcome}: {'; '.join(verdict.reasons)}")
+        return [*found, "the base of the others"]
+
+    def _expected(self, knob: str, reports: Sequence[Any]) -> Expected | None:
+        """What plan expects at the rows that really ran; None without a model and a device."""
+        from steelyard.bench.expect import Load, expected
+        from steelyard.bench.floor import roofline_of
+        from steelyard.plan.calibration import default_calibration
+
+        args, server = self._args, reports[0]["summary"].get("server") or {}
+        if not (args.plan_model and args.plan_device and server.get("running")):
+            return None
+        roofline = roofline_of(args.plan_model, args.plan_device)
+        work = reports[0]["workload"]
+        load = Load(work["mean_input_len"], work["mean_output_len"], max(server["running"]["mean"], 1.0))
+        return expected(knob, (roofline, default_calibration(roofline)), load, work["declared_cached"])
 
 
 @asynccontextmanager
@@ -110,18 +176,25 @@ async def served(model: str, flags: Sequence[str]) -> AsyncIterator[str]:
     """A `steelyard serve` of its own on a free port; yields its address. Raises StartError with its last words."""
     command = [sys.executable, "-m", "steelyard.cli.main", "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    drained: list[str] = []
     try:
-        yield await asyncio.wait_for(asyncio.to_thread(_address, process), START_LIMIT_S)
+        yield await asyncio.wait_for(asyncio.to_thread(_address, process, drained), START_LIMIT_S)
     finally:
         process.terminate()
-        await asyncio.to_thread(process.communicate)
+        await asyncio.to_thread(process.wait)
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _address(process: subprocess.Popen[str], words: list[str]) -> str:
+    """The address from the server's first words; its log is read on, so that it never waits for a reader."""
+    import threading
+
     assert process.stdout is not None and process.stderr is not None
+    log = process.stderr
+    reader = threading.Thread(target=lambda: words.extend(log), daemon=True)
+    reader.start()
     for line in process.stdout:
         match = _ADDRESS.match(line.strip())
         if match:
             return match[1]
-    words = process.stderr.read().strip().splitlines()
-    raise StartError(f"the server did not start: {words[-1] if words else 'it said nothing'}")
+    reader.join(5.0)
+    raise StartError(f"the server did not start: {words[-1].strip() if words else 'it said nothing'}")

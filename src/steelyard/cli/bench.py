@@ -11,6 +11,7 @@ BENCHES: dict[str, str] = {
     "sweep": "load a server from one request at a time to past the knee; its capacity under targets",
     "selftest": "can this machine see streams on time? The client against an echo server, no model",
     "serve": "load any OpenAI-compatible server over HTTP; latencies, throughput, and whether to believe them",
+    "report": "saved runs side by side, as one page, Markdown and CSV",
     "kernels": "attention kernels against each other, the machine's ceilings and naive attention",
 }
 """Name and one-line help. Module `steelyard.cli.bench_NAME` has `add_arguments(parser)` and `run(args) -> int`."""

@@ -30,6 +30,9 @@ polyline.s0 { stroke: var(--s0); } polyline.s1 { stroke: var(--s1); } polyline.s
 polyline.s3 { stroke: var(--s3); } polyline.s4 { stroke: var(--s4); } polyline.s5 { stroke: var(--s5); }
 circle.s0 { fill: var(--s0); } circle.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); }
 circle.s3 { fill: var(--s3); } circle.s4 { fill: var(--s4); } circle.s5 { fill: var(--s5); }
+rect.s0 { fill: var(--s0); } rect.s1 { fill: var(--s1); } rect.s2 { fill: var(--s2); } rect.s3 { fill: var(--s3); }
+rect.s4 { fill: var(--s4); } rect.s5 { fill: var(--s5); }
+rect.less { fill: var(--good); } rect.more { fill: var(--bad); }
 .key i { display: inline-block; width: 1rem; height: .25rem; margin: 0 .4rem .2rem 1rem; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
 td, th { padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); text-align: right; }
@@ -161,6 +164,24 @@ def _stat_cells(title: str, stats: Json) -> str:
     p99 = f"{stats['p99']:,.2f}" if stats["p99_quotable"] else f"({stats['p99']:,.2f})"
     values = [f"{stats['n']:,}", *(f"{stats[k]:,.2f}" for k in ("mean", "p50", "p95")), p99, f"{stats['max']:,.2f}"]
     return f"<tr><td>{html.escape(title)}</td>" + "".join(f"<td>{v}</td>" for v in values) + "</tr>"
+
+
+def blocks_of(markdown: str) -> str:
+    """Headings, tables and paragraphs of the Markdown that reports are written in."""
+    parts: list[str] = []
+    lines: list[str] = []
+    for line in [*markdown.splitlines(), ""]:
+        if line.startswith("|"):
+            lines.append(line)
+            continue
+        if lines:
+            parts.append(table_of("\n".join(lines)))
+            lines = []
+        if line.startswith("#"):
+            parts.append(f"<h3>{html.escape(line.lstrip('# '))}</h3>")
+        elif line:
+            parts.append(f"<p>{html.escape(line)}</p>")
+    return "".join(parts)
 
 
 def table_of(markdown: str) -> str:

@@ -58,6 +58,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--num-prompts", type=int, default=100, metavar="N", help="requests, of each group (default: 100)")
     add("--group", action="append", metavar="NAME", help="short-short, long-short, short-long, long-long, all")
+    add("--group-divisor", type=int, default=1, metavar="N", help="shorten the groups so much, for a slow machine")
     add("--random-input-len", type=int, default=256, metavar="TOKENS")
     add("--random-output-len", type=int, default=128, metavar="TOKENS")
     add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths between 1 - R and 1 + R of those")
@@ -183,7 +184,7 @@ def _requests(args: argparse.Namespace, maker: Any, arrivals: Arrivals, seed: in
         requests = maker.shared_prefix(lengths, args.num_prompts, args.shared_prefix, args.num_prefixes)
     elif args.group:
         requests = []
-        for name, own in group_lengths(args.group).items():
+        for name, own in group_lengths(args.group, args.group_divisor).items():
             requests += maker.unique(own, args.num_prompts, name, len(requests))
         random.Random(f"order {seed}").shuffle(requests)
     else:

@@ -1,0 +1,115 @@
+"""Ablations as Markdown and as JSON: a table a change, a table a set of arms. Shows; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from steelyard.bench.ablate import Comparison, at_path, spent
+from steelyard.bench.arms import ArmSet
+
+Json = dict[str, Any]
+COLUMNS = {
+    "output tok/s": ("output_tokens_per_s",),
+    "prefill: TTFT p50, ms": ("latency_ms", "service", "ttft", "p50"),
+    "decode: TPOT p50, ms": ("tpot_ms", "p50"),
+    "ICL p99, ms": ("icl_ms", "p99"),
+    "E2E mean, ms": ("latency_ms", "service", "e2e", "mean"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """All arms of a set: reports by arm in its order, each step of the way compared, and the answers' quality."""
+
+    arms: ArmSet
+    reports: Sequence[Sequence[Json]]
+    steps: Sequence[Comparison]
+    quality: Sequence[str]
+
+    def as_json(self) -> Json:
+        """Plain values; every run's figures."""
+        names = [name for name, _ in self.arms.arms]
+        rows = []
+        for name, reports, said in zip(names, self.reports, self.quality):
+            figures = {title: [at_path(r, path) for r in reports] for title, path in COLUMNS.items()}
+            rows.append({"arm": name, "figures": figures, "spent": [spent(r) for r in reports], "quality": said})
+        return {"set": self.arms.name, "arms": rows, "groups": self.groups()}
+
+    def groups(self) -> Json:
+        """Prefill and decode of each group of lengths, by arm, means over runs; empty where there was one group."""
+        found: Json = {}
+        for (name, _), reports in zip(self.arms.arms, self.reports):
+            for report in reports:
+                for group, window in report["summary"].get("groups", {}).items():
+                    into = found.setdefault(group, {}).setdefault(name, {"ttft_ms": [], "tpot_ms": []})
+                    ttft, tpot = window["latency_ms"]["service"]["ttft"], window["tpot_ms"]
+                    into["ttft_ms"] += [ttft["p50"]] if ttft else []
+                    into["tpot_ms"] += [tpot["p50"]] if tpot else []
+        return found
+
+
+def knobs_markdown(found: Sequence[Comparison]) -> str:
+    """A table a knob; the quality of the answers beside the speed, or that it was not measured."""
+    lines = ["B against A, pairs of runs with the same seed; intervals of 95 %.", ""]
+    for c in found:
+        lines += [f"## {c.title}", "", f"Expected to move: {c.moves}.", *_comparison(c), ""]
+    return "\n".join(lines) + "\n"
+
+
+def _comparison(c: Comparison) -> list[str]:
+    lines = ["", "| metric | A | B | difference | decided |", "| --- | --- | --- | --- | --- |"]
+    for title, p in c.metrics.items():
+        a, b = (fmean(v) for v in c.values[title])
+        d = p.difference
+        shown = f"{p.relative:+.1%} ({d.low:+.4g} to {d.high:+.4g})"
+        lines.append(f"| {title} | {a:.4g} | {b:.4g} | {shown} | {'yes' if p.decided else 'no'} |")
+    lines += ["", _prediction(c)]
+    if c.attribution:
+        lines += ["", "| account, ms a request | difference |", "| --- | --- |"]
+        lines += [f"| {name} | {value:+.3f} |" for name, value in c.attribution.items()]
+        lines.append(f"| residual, in no account | {c.residual_ms:+.3f} |")
+    if c.spent:
+        lines += ["", "| what was spent | A | B |", "| --- | --- | --- |"]
+        lines += [f"| {title} | {a:.4g} | {b:.4g} |" for title, (a, b) in c.spent.items()]
+    lines += ["", f"Quality: {c.quality}", ""]
+    return lines + [f"* Not to be quoted as it is: {why}." for why in c.void]
+
+
+def _prediction(c: Comparison) -> str:
+    e = c.expected
+    if e is None:
+        return "Predicted: nothing; plan has no term for this, or no model and device were named."
+    seen = c.metrics.get(e.of)
+    observed = "not measured" if seen is None else f"{1.0 + seen.relative:.3g}"
+    return f"Predicted: {e.of}, B over A, {e.ratio:.3g} ({e.formula}); observed {observed}."
+
+
+def set_markdown(result: SetResult) -> str:
+    """One table: an arm a row, prefill and decode apart; then by group; then each step of the way attributed."""
+    heads = list(COLUMNS)
+    lines = [f"## {result.arms.name}", "", f"Flags of all arms: {' '.join(result.arms.both)}", ""]
+    lines += [f"| arm | {' | '.join(heads)} | quality |", "|" + " --- |" * (len(heads) + 2)]
+    for (name, _), reports, said in zip(result.arms.arms, result.reports, result.quality):
+        cells = [_mean([at_path(r, path) for r in reports]) for path in COLUMNS.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} | {said.partition(':')[0]} |")
+    groups = result.groups()
+    if groups:
+        names = [name for name, _ in result.arms.arms]
+        lines += ["", f"| group, TTFT / TPOT p50 in ms | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
+        for group, by_arm in groups.items():
+            cells = [" / ".join(_mean(by_arm[n][k]) for k in ("ttft_ms", "tpot_ms")) for n in names if n in by_arm]
+            lines.append(f"| {group} | {' | '.join(cells)} |")
+    lines.append("")
+    for (name, _), said in zip(result.arms.arms, result.quality):
+        lines.append(f"* {name}: {said}")
+    for step in result.steps:
+        lines += ["", f"### {step.knob}", *_comparison(step)]
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [v for v in values if v is not None]
+    return f"{fmean(known):,.4g}" if known else "-"
