@@ -152,6 +152,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     enable_prompt_tokens_details: bool = True
     ledger_log: str | None = None
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

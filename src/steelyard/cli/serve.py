@@ -155,7 +155,7 @@ class _Serving:
             raise cannot_listen(self._config, error) from None
         finally:
             service.prompts.close()
-            service.ledgers.close()
+            service.close()
         return self._server.exit_code
 
     def _read_tenants_again(self, service: Service) -> None:

@@ -103,6 +103,11 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         help="cached tokens in usage (default: on)",
     )
     add("--ledger-log", metavar="FILE", help="append each request's whole account as a line of JSON")
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send each request's account as OpenTelemetry spans (needs the package's extra `otel`)",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ One layer around it, `Edge`: each more would cost every event of every stream.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Awaitable, Callable
 
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from steelyard.config import ServerConfig
-from steelyard.errors import NotFound, SteelyardError
+from steelyard.errors import NotFound, StartError, SteelyardError
 from steelyard.server.client import EngineClient
 from steelyard.server.dialogue import THINK
 from steelyard.server.edge import Edge
@@ -36,7 +37,7 @@ from steelyard.server.routes.operate import Operate
 from steelyard.server.routes.page import Page
 from steelyard.server.routes.responses import ResponseRoutes, responses
 from steelyard.server.routes.tokenize import detokenize, tokenize
-from steelyard.server.service import Service
+from steelyard.server.service import Service, SpanLog
 from steelyard.server.tenants import Tenants, load_tenants
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
@@ -74,7 +75,22 @@ def make_service(
         eos_token_ids=eos_token_ids,
         clock_ns=clock_ns,
         created_s=int(time.time()),
+        spans=load_spans(config.otlp_traces_endpoint, model_name, clock_ns),
     )
+
+
+def load_spans(endpoint: str | None, model_name: str, clock_ns: Callable[[], int]) -> SpanLog | None:
+    """Traces to `endpoint`, if there is one. Raises StartError if their packages are not installed, or it is no URL."""
+    if endpoint is None:
+        return None
+    try:
+        module = importlib.import_module("steelyard.server.spans")
+    except ImportError as error:
+        raise StartError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'steelyard[otel]'"
+        ) from error
+    found: SpanLog = module.open_spans(endpoint, model_name, clock_ns)
+    return found
 
 
 def _tool_format(config: ServerConfig, template: ChatTemplate | None) -> ToolFormat | None:

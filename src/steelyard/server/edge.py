@@ -25,6 +25,7 @@ from steelyard.server.service import Service
 Header = tuple[bytes, bytes]
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _OPEN_PATHS = frozenset({"/health", "/live"}) | PAGE_PATHS
 
 
@@ -88,6 +89,10 @@ class Edge:
             return None
         service, state = self._service, scope["state"]
         account = Account(state["request_id"], path, "", service.clock_ns(), service.wall_s())
+        if service.spans is not None:
+            account.trace_headers = {
+                name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
+            }
         state["account"] = account
         return account
 

@@ -56,6 +56,7 @@ class Account:
 
     request_id   as in x-request-id; response_id: as in the response's `id`, if one was begun
     status       of the response; 0: none was sent
+    trace_headers  the caller's traceparent and tracestate, if it sent them
     """
 
     def __init__(self, request_id: str, endpoint: str, tenant: str, now_ns: int, started_s: float) -> None:
@@ -69,6 +70,7 @@ class Account:
         self.collector: Collector | None = None
         self.status = 0
         self.error = ""
+        self.trace_headers: dict[str, str] = {}
 
     def opened(self, collector: Collector) -> None:
         """The engine is about to be asked."""

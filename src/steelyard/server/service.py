@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from steelyard.config import ServerConfig
 from steelyard.core.sampling import SamplingParams
@@ -27,6 +28,14 @@ from steelyard.text.tools import ToolFormat
 from steelyard.wire.messages import Ready
 
 log = logging.getLogger("steelyard.server")
+
+
+class SpanLog(Protocol):
+    """Where closed accounts go as traces: server/spans.py, whose packages need not be there."""
+
+    def add(self, account: Account, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,6 +66,7 @@ class Service:
     responses: ResponseStore = field(init=False)
     draining: bool = False
     num_in_flight: int = 0
+    spans: SpanLog | None = None
 
     def __post_init__(self) -> None:
         self.ledgers = Ledgers(self.config.ledger_log)
@@ -69,6 +79,14 @@ class Service:
         record = account.record()
         self.ledgers.add(record)
         self.metrics.account(record["buckets_ns"], account.tenant)
+        if self.spans is not None:
+            self.spans.add(account, record)
+
+    def close(self) -> None:
+        """Write out what is still to be written of accounts."""
+        self.ledgers.close()
+        if self.spans is not None:
+            self.spans.close()
 
     def check_admits(self) -> None:
         """Raises ShuttingDown or EngineDead if a new request cannot be taken."""
