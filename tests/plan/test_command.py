@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from steelyard.cli import serve
 from steelyard.cli.main import main
-from steelyard.cli.options import add_engine_arguments
+from steelyard.cli.options import engine_config
 from steelyard.plan.presets import preset_config
 from tests.plan.test_fit import TRUE, batch, single, write_records
 
@@ -92,6 +93,15 @@ def test_explain_puts_a_formula_under_each_number(capsys: pytest.CaptureFixture[
     assert "= " not in plain.replace("Estimates", "")
     assert text.count("\n") > plain.count("\n") + 20
     assert "weights" in text and "GFLOP" in text
+    (estimate,) = re.findall(r"^ +1 x 5120 .*?([\d.]+) ms$", text.split("products are smooth max")[1], re.M)
+    (shown,) = re.findall(r"^  1 x 5120 +[\d.]+ +([\d.]+)", text, re.M)
+    assert estimate == shown
+    terms = re.findall(
+        r"^ +(?:\d+ x 5120|\d+ tokens) +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+) ms$", text, re.M
+    )
+    assert len(terms) == 9
+    for *parts, whole in terms:
+        assert sum(map(float, parts)) == pytest.approx(float(whole), abs=0.003)
 
 
 def test_a_window_and_a_latent_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +148,42 @@ def test_compare_shows_alternatives_side_by_side(capsys: pytest.CaptureFixture[s
     assert other["decode"][0]["floor_ms"] > given["decode"][0]["floor_ms"] > small["decode"][0]["floor_ms"]
 
 
+def served(words: list[str]) -> argparse.Namespace:
+    """What `steelyard serve` makes of a command's flags: parsed by its own parser, and checked as its configuration."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    serve.add_arguments(parser)
+    args = parser.parse_args(words)
+    engine_config(args)
+    return args
+
+
+@pytest.mark.parametrize(
+    "model", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B", "qwen3-0.6b", "gemma-3-4b", "mixtral-8x7b"]
+)
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--kv-cache-dtype fp8 --enforce-eager", "--dtype float16 --gpu-memory-utilization 0.85 --block-size 16"],
+)
+def test_every_command_that_tune_prints_is_one_that_serve_takes(
+    model: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"plan tune {model} --device H200 --rate 2 --input 1024 --output 256 {flags}"
+    (command,) = re.findall(r"^ {4}(steelyard serve .*)$", run(capsys, line), re.M)
+    args = served(shlex.split(command)[2:])
+    assert args.model_positional == model
+    for name, value in vars(served(["m", *shlex.split(flags)])).items():
+        if name != "model_positional" and name in {f[2:].replace("-", "_") for f in shlex.split(flags)}:
+            assert getattr(args, name) == value
+
+
+def test_tune_has_no_command_where_one_device_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan tune qwen2.5-72b --device H100 --rate 2 --input 512 --output 128 --tpot 60ms"
+    assert data(capsys, line)["command"] is None
+    text = run(capsys, line)
+    assert "tensor_parallel_size = 4" in text and "runs on one device" in text
+    assert "    steelyard serve" not in text
+
+
 def test_tune_advises_every_parameter_and_its_command_parses(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, "plan tune llama-3.1-8b --rate 20 --input 1024 --output 256 --ttft 500ms --tpot 50ms")
     assert {
@@ -154,11 +200,9 @@ def test_tune_advises_every_parameter_and_its_command_parses(capsys: pytest.Capt
         "tensor_parallel_size",
     } == set(found["advice"])
     assert all(a["value"] and a["reason"] and a["trade"] for a in found["advice"].values())
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_engine_arguments(parser)
     words = shlex.split(found["command"])
     assert words[:3] == ["steelyard", "serve", "llama-3.1-8b"]
-    args = parser.parse_args(words[2:])
+    args = served(words[2:])
     assert args.max_num_seqs == int(found["advice"]["max_num_seqs"]["value"])
     assert found["plan"]["capacity"]["replicas"] * found["plan"]["capacity"]["max_rate_per_replica"] >= 20
 
@@ -177,8 +221,8 @@ def test_tune_takes_the_smallest_token_budget_that_costs_no_capacity(capsys: pyt
 
 def test_tune_chooses_enough_devices_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, "plan tune qwen2.5-72b --device H100 --rate 2 --input 512 --output 128 --tpot 60ms")
-    assert int(found["advice"]["tensor_parallel_size"]["value"]) >= 4
-    assert "--tensor-parallel-size 4" in found["command"]
+    assert int(found["advice"]["tensor_parallel_size"]["value"]) == 4
+    assert found["plan"]["memory"]["fits"]
 
 
 def test_fit_is_ready_for_kept_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

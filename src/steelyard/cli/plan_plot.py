@@ -20,7 +20,8 @@ body { margin: 2rem auto; max-width: 760px; padding: 0 1rem; font: 15px/1.5 syst
   background: var(--paper); }
 h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin-top: 2rem; } p { color: var(--soft); }
 svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--ink); }
-svg .axis, svg .note { fill: var(--soft); } .grid { stroke: var(--line); } .rule { stroke: var(--soft);
+svg .axis, svg .note { fill: var(--soft); } .grid { stroke: var(--line); } .limit { stroke: var(--ink);
+  stroke-width: 2; } .rule { stroke: var(--soft);
   stroke-dasharray: 4 4; }
 polyline { fill: none; stroke-width: 2; } .roof { stroke: var(--ink); } .curve { stroke: var(--a); }
 .decode { fill: var(--a); } .prefill { fill: var(--b); } .here { fill: var(--c); }
@@ -41,9 +42,7 @@ def page(plan: Plan) -> str:
         "<h2>Roofline</h2><p>Parts of decode steps (blue, by batch) and of a prefill (orange) on the datasheet's "
         f"roof. Left of the ridge at {ridge:.0f} FLOPs a byte memory bounds a part, right of it arithmetic.</p>",
         _roofline(plan),
-        "<h2>Throughput against time per token</h2><p>Decode steps from batch 1 up, at "
-        f"{plan.context_len:,} tokens of context. Past the knee a larger batch gains less than it costs.</p>",
-        _throughput(plan),
+        *_throughput_section(plan),
         "<h2>Memory of one device</h2>",
         _memory(plan),
         f"<h2>The plan, with formulas</h2><pre>{html.escape(render(plan, explain=True))}</pre></body></html>",
@@ -54,7 +53,8 @@ def page(plan: Plan) -> str:
 def _roofline(plan: Plan) -> str:
     device, kind = plan.setup.device, plan.setup.weights.compute_kind
     peak, ridge = device.flops(kind), device.ridge(kind)
-    low, high = 0.25, max(20_000.0, 20 * ridge)
+    shown = [p.cost.intensity for row in (*plan.decodes, plan.prefills[-1]) for p in row.time.parts if p.cost.bytes]
+    low, high = min(0.25, *shown), max(20 * ridge, 1.5 * max(shown))
     plot = Plot(
         Axis("FLOPs per byte", low, high, log=True),
         Axis("FLOP/s", low * device.bandwidth, peak * 2, log=True),
@@ -84,9 +84,19 @@ def _operation(plot: Plot, part: PartTime, css: str, text: str) -> None:
     plot.dot(part.cost.intensity, rate, css, text, tip)
 
 
+def _throughput_section(plan: Plan) -> list[str]:
+    title = "<h2>Throughput against time per token</h2>"
+    if not plan.max_sequences:
+        return [title, f"<p>No sequence of {plan.context_len:,} tokens fits this device.</p>"]
+    said = f"Decode steps from batch 1 up to what memory holds, at {plan.context_len:,} tokens of context"
+    if plan.capacity is not None:
+        said += f"; from batch {plan.capacity.knee_batch:,} on a row more costs more time per token than it gains"
+    return [title, f"<p>{said}.</p>", _throughput(plan)]
+
+
 def _throughput(plan: Plan) -> str:
     roofline = Roofline(plan.setup)
-    top = max(plan.max_sequences, 8)
+    top = plan.max_sequences
     batches = sorted({max(round(top ** (k / 40)), 1) for k in range(41)})
     points = []
     for batch in batches:
@@ -113,4 +123,6 @@ def _throughput(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     pieces = [(name, size / GIB) for name, size in plan.budget.terms().items()]
-    return bar(pieces, "GiB", "Memory of one device by what holds it")
+    limit = plan.budget.total_bytes / GIB
+    said = "" if plan.fits else "<p>The model does not fit: no byte is left for KV.</p>"
+    return said + bar(pieces, "GiB", "Memory of one device by what holds it", limit)

@@ -40,6 +40,15 @@ class Axis:
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
+_Box = tuple[float, float, float, float]  # left, top, right, bottom
+_CHAR = 6.8
+"""Width of a label's character at most, in the units of the view box."""
+
+
+def _overlap(a: _Box, b: _Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
 @dataclass(slots=True)
 class Plot:
     """A plot being drawn: add marks, then `svg()`."""
@@ -48,6 +57,7 @@ class Plot:
     y: Axis
     label: str
     _marks: list[str] = field(default_factory=list)
+    _labels: list[_Box] = field(default_factory=list)
 
     def line(self, points: Sequence[tuple[float, float]], css: str) -> None:
         """A line through (x, y) values."""
@@ -57,13 +67,23 @@ class Plot:
     def dot(self, x: float, y: float, css: str, text: str, tip: str = "") -> None:
         """A mark with a label beside it and more on hovering."""
         px, py = self._px(x), self._py(y)
-        end = px > WIDTH - 170
-        anchor, shift = ("end", -8) if end else ("start", 8)
         said = html.escape(tip or text)
-        self._marks.append(
-            f'<g><title>{said}</title><circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
-            f'<text x="{px + shift:.1f}" y="{py - 7:.1f}" text-anchor="{anchor}">{html.escape(text)}</text></g>'
-        )
+        mark = f'<title>{said}</title><circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
+        if text:
+            left, base = self._free_place(px, py, _CHAR * len(text))
+            mark += f'<text x="{left:.1f}" y="{base:.1f}">{html.escape(text)}</text>'
+        self._marks.append(f"<g>{mark}</g>")
+
+    def _free_place(self, px: float, py: float, width: float) -> tuple[float, float]:
+        """Left end and baseline of a label near a mark, over no other label: below, above, then further."""
+        for rise in (17, -7, 32, -22, 47, -37):
+            for left in (px + 8, px - 8 - width):
+                box = (left, py + rise - 11, left + width, py + rise + 3)
+                inside = box[0] >= _LEFT and box[2] <= WIDTH and box[1] >= _TOP - 14 and box[3] <= HEIGHT - _BOTTOM
+                if inside and not any(_overlap(box, other) for other in self._labels):
+                    self._labels.append(box)
+                    return left, py + rise
+        return px + 8, py - 7
 
     def rule(self, x: float, text: str) -> None:
         """A vertical line at a value, with a label at its top."""
@@ -98,29 +118,36 @@ class Plot:
         return HEIGHT - _BOTTOM - self.y.at(value) * (HEIGHT - _TOP - _BOTTOM)
 
 
-def bar(pieces: Sequence[tuple[str, float]], unit: str, label: str) -> str:
-    """One stacked bar with a legend under it; a piece is (name, amount). Pieces of nothing are left out."""
-    shown = [(name, amount) for name, amount in pieces if amount > 0]
-    total = sum(amount for _, amount in shown)
+def bar(pieces: Sequence[tuple[str, float]], unit: str, label: str, limit: float) -> str:
+    """One stacked bar with a legend under it; a piece is (name, amount). Pieces of nothing are left out.
+
+    Where pieces go beyond `limit` (in the unit), a line stands at it.
+    """
+    shown = [(index, name, amount) for index, (name, amount) in enumerate(pieces) if amount > 0]
+    total = sum(amount for _, _, amount in shown)
     rows = -(-len(shown) // 3)
     parts = [f'<svg viewBox="0 0 {WIDTH} {64 + 24 * rows}" role="img" aria-label="{html.escape(label)}">']
     left = 0.0
-    for index, (name, amount) in enumerate(shown):
+    for place, (index, name, amount) in enumerate(shown):
         width = WIDTH * amount / total
         said = html.escape(f"{name}: {amount:,.2f} {unit}")
-        column, row = index % 3, index // 3
+        column, row = place % 3, place // 3
         x, y = column * WIDTH / 3, 64 + 24 * row
         parts.append(f'<g class="c{index}"><title>{said}</title>')
         parts.append(f'<rect x="{left:.1f}" y="0" width="{max(width, 1.0):.1f}" height="44"/>')
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="12" height="12" rx="2"/></g>')
         parts.append(f'<text x="{x + 18:.1f}" y="{y + 11}">{said}</text>')
         left += width
+    if total > limit * (1 + 1e-9):
+        x = WIDTH * limit / total
+        parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="50"/>')
+        parts.append(f'<text x="{x - 5:.1f}" y="58" text-anchor="end">the device ends: {limit:,.2f} {unit}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
 def short(value: float) -> str:
     """A number as a tick shows it: 1500 -> 1.5k, 2000000 -> 2M."""
-    for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:g}{suffix}"
     return f"{value:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import attention_traffic
 from steelyard.plan.explain import Figure, figures
 from steelyard.plan.planner import Plan, StepRow
@@ -25,8 +26,10 @@ def render(plan: Plan, *, explain: bool = False) -> str:
         lines += [*_section(found, section, explain), ""]
     if not plan.fits:
         lines += [_does_not_fit(plan), ""]
-    lines += [*steps("Decode step", plan.decodes, explain), ""]
-    lines += [*steps("Prefill", plan.prefills, explain), _attention_traffic(plan), ""]
+    for title, rows in (("Decode step", plan.decodes), ("Prefill", plan.prefills)):
+        lines += steps(title, rows)
+        lines += _steps_explained(plan.calibration, rows) if explain else []
+        lines += [""] if title != "Prefill" else [_attention_traffic(plan), ""]
     if plan.capacity is not None:
         lines += [*_section(found, "capacity", explain), ""]
         if not plan.capacity.feasible:
@@ -48,7 +51,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(header), *(line(r) for r in rows)]
 
 
-def steps(title: str, rows: Sequence[StepRow], explain: bool = False) -> list[str]:
+def steps(title: str, rows: Sequence[StepRow]) -> list[str]:
     """A table of step times: floor, reach if measured, estimate, and what bounds the step."""
     if not rows:
         return []
@@ -57,11 +60,36 @@ def steps(title: str, rows: Sequence[StepRow], explain: bool = False) -> list[st
     header = ["batch x context" if is_decode else "tokens", "floor ms"] + (["reach ms"] if reached else [])
     header += ["estimate ms", "tokens/s", "bound by", "FLOP/B", "MBU", "MFU", ""]
     body = [_step_cells(row, is_decode) for row in rows]
-    lines = [title, *table(header, body)]
-    if explain:
-        lines += ["", "  floor = sum over parts of max(FLOPs / peak, bytes / bandwidth):"]
-        lines += [f"    {text}" for row in rows for text in _parts(row, is_decode)]
+    return [title, *table(header, body)]
+
+
+def _steps_explained(calibration: Calibration, rows: Sequence[StepRow]) -> list[str]:
+    """Formulas of a table of steps, with what went into each line."""
+    c = calibration
+    lines = ["", "  floor = sum over parts of max(FLOPs / peak, bytes / bandwidth):"]
+    lines += [f"    {text}" for row in rows for text in _parts(row)]
+    lines += [
+        "",
+        "  estimate = fixed + products + cached KV + prefill attention, of which",
+        f"    fixed is {c.step_s * 1e3:.3g} ms, x {c.lone:.2g} for one row alone",
+        f"    products are smooth max({c.arithmetic:.3g} x FLOPs / peak, {c.weights:.3g} x bytes / bandwidth)",
+        f"      and {c.weights:.3g} x bytes that kernels pass on / bandwidth",
+        f"    cached KV is {c.kv:.3g} x its floor, keys read in whole tiles",
+        f"    prefill attention is {c.attention:.3g} x its floor",
+    ]
+    for row in rows:
+        terms = " + ".join(f"{seconds * 1e3:.3f}" for seconds in row.terms.values())
+        lines.append(f"    {_name(row):>14}  {terms} = {row.estimate.ms:.3f} ms")
+    lines += [
+        "",
+        "  tokens/s = tokens / estimate; FLOP/B = FLOPs / bytes; MBU = bytes / (bandwidth x estimate); "
+        "MFU = FLOPs / (peak x estimate)",
+    ]
     return lines
+
+
+def _name(row: StepRow) -> str:
+    return f"{row.batch} x {row.context_len}" if row.num_tokens == row.batch else f"{row.num_tokens} tokens"
 
 
 def _step_cells(row: StepRow, is_decode: bool) -> list[str]:
@@ -73,12 +101,12 @@ def _step_cells(row: StepRow, is_decode: bool) -> list[str]:
     return [*cells, "" if row.fits else "does not fit"]
 
 
-def _parts(row: StepRow, is_decode: bool) -> Iterator[str]:
-    name = f"{row.batch} x {row.context_len}" if is_decode else f"{row.num_tokens} tokens"
+def _parts(row: StepRow) -> Iterator[str]:
     for part in row.time.parts:
         work = f"{part.cost.flops / 1e9:,.2f} GFLOP {part.compute_s * 1e3:.3f} ms"
-        moved = part.cost.link_bytes or part.cost.bytes
-        yield f"{name:>14}  {part.name:<18} {work}, {moved / 1e9:,.3f} GB {part.memory_s * 1e3:.3f} ms: {part.bound}"
+        size = part.cost.link_bytes or part.cost.bytes
+        moved = f"{size / 1e9:,.3f} GB {part.memory_s * 1e3:.3f} ms"
+        yield f"{_name(row):>14}  {part.name:<18} {work}, {moved}: {part.bound}"
 
 
 def _attention_traffic(plan: Plan) -> str:

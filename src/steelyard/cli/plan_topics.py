@@ -127,16 +127,24 @@ def show_tuned(args: argparse.Namespace, tuned: Tuned) -> int:
     """Each parameter's value, reason and trade, then the command."""
     if args.json:
         found = {a.parameter: {"value": a.value, "reason": a.reason, "trade": a.trade} for a in tuned.advice}
-        print(json.dumps({"advice": found, "command": tuned.command, "plan": to_json(tuned.plan)}, indent=2))
+        print(json.dumps({"advice": found, "command": tuned.command or None, "plan": to_json(tuned.plan)}, indent=2))
         return 0
     for line in tuned.advice:
         print(f"{line.parameter} = {line.value}\n    why    {line.reason}\n    trade  {line.trade}")
     found_capacity = tuned.plan.capacity
     assert found_capacity is not None
+    replicas, tp = found_capacity.replicas, tuned.plan.setup.tp
+    many = f"{replicas} replica{'s' * (replicas > 1)}"
     print(
-        f"\n{found_capacity.replica_capacity:.3g} requests/s a replica within the targets, "
-        f"{found_capacity.replicas} for the load. Start each with\n\n    {tuned.command}\n"
+        f"\nA replica serves {found_capacity.replica_capacity:.3g} requests/s within the targets: the load of "
+        f"{found_capacity.load.rate:g} needs {many}."
     )
+    if tuned.command:
+        print(f"Start {'each' if replicas > 1 else 'it'} with\n\n    {tuned.command}\n")
+        if tuned.plan.model.source.startswith("preset") and "/" not in args.words[-1]:
+            print("with the directory or hub id of the checkpoint in place of the preset's name.")
+    else:
+        print(f"`steelyard serve` runs on one device, and a replica needs {tp} of these: no command for it.")
     return 0
 
 

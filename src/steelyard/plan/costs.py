@@ -181,9 +181,9 @@ def _between_elements(layer: LayerShape, hidden_size: int) -> float:
 
 def _tokens_moved(attention: AttentionShape, chunk: Chunk) -> int:
     """Tokens whose KV a row reads or writes once: its new ones and what the first of them can still see."""
-    if attention.window is None:
+    if attention.most_seen is None:
         return chunk.context_len
-    return min(chunk.context_len, attention.window + chunk.num_new - 1)
+    return min(chunk.context_len, attention.most_seen + chunk.num_new - 1)
 
 
 def _touched(experts: ExpertsShape, num_tokens: int, routing: Routing) -> float:

@@ -32,20 +32,37 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB"
 
 
+def _few(value: float) -> str:
+    return f"{value:.3g}" if value < 10 else f"{value:,.0f}"
+
+
+def _peaks_formula(plan: Plan) -> str:
+    device = plan.setup.device
+    if device.ceilings is not None and device.bf16_flops <= device.ceilings.matmul_flops:
+        return "as measured: no datasheet is known"
+    return "dense, from the datasheet; memory as the driver reports it"
+
+
+def rate_text(flops: float) -> str:
+    """FLOP/s in the unit that suits: a processor's are too few for tera."""
+    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.1f} GFLOP/s"
+
+
 def _device(plan: Plan) -> list[Figure]:
     device, weights = plan.setup.device, plan.setup.weights
     kind = weights.compute_kind
-    peak = f"{device.flops(kind) / 1e12:,.1f} TFLOP/s, {device.bandwidth / 1e9:,.0f} GB/s, {gib(device.memory_bytes)}"
+    flops = rate_text(device.flops(kind))
+    peak = f"{flops}, {device.bandwidth / 1e9:,.0f} GB/s, {gib(device.memory_bytes)}"
     ridge, critical = device.ridge(kind), device.critical_batch(weights.bits_per_parameter() / 8, kind)
-    formula = f"{device.flops(kind) / 1e12:,.1f} TFLOP/s / {device.bandwidth / 1e9:,.0f} GB/s"
+    formula = f"{flops} / {device.bandwidth / 1e9:,.0f} GB/s"
     rows = f"ridge x bytes a weight / 2 FLOPs = {ridge:.1f} x {weights.bits_per_parameter() / 8:g} / 2"
     return [
-        Figure("device", "peaks", peak, "dense, from the datasheet; memory as the driver reports it"),
-        Figure("device", "ridge", f"{ridge:.0f} FLOPs a byte", formula),
+        Figure("device", "peaks", peak, _peaks_formula(plan)),
+        Figure("device", "ridge", f"{_few(ridge)} FLOPs a byte", formula),
         Figure(
             "device",
             "critical batch",
-            f"{critical:.0f} rows",
+            f"{_few(critical)} rows",
             f"{rows}: from there on products are bound by arithmetic",
         ),
     ]
@@ -137,8 +154,9 @@ def _memory(plan: Plan) -> list[Figure]:
     label = f"sequences of {plan.context_len:,}"
     found.append(Figure("memory", label, f"{plan.max_sequences:,}", f"blocks // blocks a sequence holds: {ways}"))
     limit = plan.model.shape.max_position
-    formula = f"one sequence alone in the pool; the model itself ends at {limit:,}"
-    found.append(Figure("memory", "longest context", f"{plan.max_context:,} tokens", formula))
+    formula = "one sequence alone in the pool, whatever the model's own limit"
+    beyond = f"; the model ends at {limit:,}" if plan.max_context > limit else ""
+    found.append(Figure("memory", "longest context", f"{plan.max_context:,} tokens{beyond}", formula))
     return found
 
 

@@ -35,11 +35,15 @@ def kv_block_bytes(shape: ModelShape, block_size: int, dtype_bytes: int = 2, *, 
 def blocks_per_sequence(groups: tuple[KvGroup, ...], block_size: int, context_len: int) -> tuple[int, ...]:
     """Blocks of each group that a sequence of `context_len` tokens holds at most.
 
-    Behind a window blocks are freed; a window may lie across one block more than it fills.
+    Behind a window blocks are freed, those of the first kept positions aside; a window may lie across one block more
+    than it fills.
     """
     whole = -(-context_len // block_size)
-    capped = (whole if g.window is None else min(whole, -(-(g.window - 1) // block_size) + 1) for g in groups)
-    return tuple(capped)
+    kept = [-(-g.keep_first // block_size) for g in groups]
+    return tuple(
+        whole if g.window is None else min(whole, first + -(-(g.window - 1) // block_size) + 1)
+        for g, first in zip(groups, kept)
+    )
 
 
 @dataclass(frozen=True, slots=True)

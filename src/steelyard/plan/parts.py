@@ -56,6 +56,7 @@ class AttentionShape:
 
     qk_dim, v_dim  sizes of a head's query/key and value, as computed in prefill
     window         a token attends to at most this many latest tokens, itself included; None: to all
+    keep_first     and, with a window, to so many tokens at the beginning
     latent_dim     multi-head latent attention: elements cached per token for all heads together (latent and
                    rotary key); 0: a key and a value per KV head
     latent_rank    the part of it that is the compressed value, read again by absorbed decode; 0 without a latent
@@ -68,6 +69,12 @@ class AttentionShape:
     window: int | None = None
     latent_dim: int = 0
     latent_rank: int = 0
+    keep_first: int = 0
+
+    @property
+    def most_seen(self) -> int | None:
+        """Keys that a query sees at most; None: all."""
+        return None if self.window is None else self.window + self.keep_first
 
     def kv_elements_per_token(self, tp: int = 1) -> int:
         """Cached elements per token and layer on one rank: a latent is on every rank, KV heads are divided."""
@@ -89,18 +96,18 @@ class AttentionShape:
 
     def cached_tokens(self, context_len: int) -> int:
         """Tokens of a sequence of `context_len` whose KV this layer must keep."""
-        return context_len if self.window is None else min(context_len, self.window)
+        return context_len if self.most_seen is None else min(context_len, self.most_seen)
 
     def causal_pairs(self, num_new: int, context_len: int) -> int:
         """(query, key) pairs when the last `num_new` of `context_len` tokens are queries under the causal mask.
 
-        Query at position p (from 0) sees min(p + 1, window) keys.
+        Query at position p (from 0) sees min(p + 1, window + keep_first) keys.
         """
         first = context_len - num_new + 1
-        if self.window is None or context_len <= self.window:
+        if self.most_seen is None or context_len <= self.most_seen:
             return (first + context_len) * num_new // 2
-        full = max(self.window - first + 1, 0)  # queries that still see everything before them
-        return (first + first + full - 1) * full // 2 + (num_new - full) * self.window
+        full = max(self.most_seen - first + 1, 0)  # queries that still see everything before them
+        return (first + first + full - 1) * full // 2 + (num_new - full) * self.most_seen
 
 
 def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:

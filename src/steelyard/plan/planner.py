@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from steelyard.errors import StartError
@@ -75,7 +75,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A line of the decode or prefill table; `reach` None: no ceilings were measured."""
+    """A line of the decode or prefill table; `reach` None: no ceilings were measured.
+
+    terms   seconds of each of calibration.TERMS; they sum to `estimate`
+    """
 
     batch: int
     num_tokens: int
@@ -84,6 +87,7 @@ class StepRow:
     floor: Floor
     reach: Reach | None
     estimate: Estimate
+    terms: Mapping[str, float]
     fits: bool
     mbu: float
     mfu: float
@@ -229,6 +233,7 @@ class _Rows:
             floor=self.roofline.floor(chunks),
             reach=self.roofline.reach(chunks) if self.roofline.measured else None,
             estimate=estimate,
+            terms=self.calibration.terms(self.roofline, chunks),
             fits=fits,
             mbu=self.roofline.mbu(chunks, estimate.seconds),
             mfu=self.roofline.mfu(chunks, estimate.seconds),

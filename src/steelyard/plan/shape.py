@@ -8,7 +8,7 @@ shape.kv_bytes_per_sequence(32768)    windows cap what a layer keeps
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.core.step import KvGroup
@@ -157,7 +157,18 @@ class ModelShape:
 
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The KV groups in the same order, as the runner and scheduler see them."""
-        return tuple(KvGroup(len(g), self.layers[g[0]].attention.window) for g in self.group_layers())
+        firsts = ((len(g), self.layers[g[0]].attention) for g in self.group_layers())
+        return tuple(KvGroup(count, attention.window, attention.keep_first) for count, attention in firsts)
+
+    def bounded(self, window: int, keep_first: int) -> ModelShape:
+        """The model with every layer held to a window and its first tokens. Raises StartError where it has windows."""
+        if any(layer.attention.window is not None for layer in self.layers):
+            raise StartError("--kv-window: this model has attention windows of its own; drop it", param="kv_window")
+        layers = tuple(
+            replace(layer, attention=replace(layer.attention, window=window, keep_first=keep_first))
+            for layer in self.layers
+        )
+        return replace(self, decoder=replace(self.decoder, layers=layers))
 
     def check_tp(self, tp: int) -> None:
         """Raises StartError where query or KV heads cannot be divided over `tp` ranks."""

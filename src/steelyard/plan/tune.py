@@ -13,6 +13,8 @@ from steelyard.plan.models import PlannedModel
 from steelyard.plan.planner import Options, Plan, make_plan
 from steelyard.plan.service import Service
 
+SERVED_DTYPES = ("float32", "bfloat16", "float16")
+"""Formats that the server's --dtype converts to."""
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -30,7 +32,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """All advice, the plan it was computed with, and the command to start with."""
+    """All advice, the plan it was computed with, and the command to start with; "" where one device is not enough."""
 
     advice: tuple[Advice, ...]
     plan: Plan
@@ -70,13 +72,13 @@ def tune(model: PlannedModel, name: str, options: Options) -> Tuned:
         _dtype(plan),
         _kv_dtype(plan),
         _graphs(plan, found),
-        _capture_sizes(seqs),
+        _capture_sizes(plan, seqs),
     )
     words = ["steelyard", "serve", name]
     for line in advice:
         if line.flag:
             words += [line.flag] + ([line.argument] if line.argument else [])
-    return Tuned(advice, plan, shlex.join(words))
+    return Tuned(advice, plan, shlex.join(words) if tp == 1 else "")
 
 
 def _smallest_tp(model: PlannedModel, options: Options) -> int:
@@ -127,8 +129,7 @@ def _tensor_parallel(plan: Plan, tp: int) -> Advice:
     if plan.capacity and plan.capacity.replicas > 1:
         reason += f"; the load needs {plan.capacity.replicas} replicas, and replicas share nothing"
     trade = "more devices in one replica: less time per token and more KV, against all-reduces in every layer"
-    flag = "--tensor-parallel-size" if tp > 1 else None
-    return Advice("tensor_parallel_size", str(tp), reason, trade, flag, str(tp))
+    return Advice("tensor_parallel_size", str(tp), reason, trade)
 
 
 def _model_len(plan: Plan) -> Advice:
@@ -196,9 +197,12 @@ def _dtype(plan: Plan) -> Advice:
     reason = f"as the checkpoint has them, {setup.weights.bits_per_parameter():g} bits a weight"
     if gain is not None:
         reason += f"; fp8 weights would serve {gain:.2f} x"
-    return Advice(
-        "dtype", value, reason, "fewer bits: less to read and more room for KV; check quality beside the speed"
-    )
+    given = plan.options.dtype
+    flag = "--dtype" if given in SERVED_DTYPES else None
+    if given is not None and flag is None:
+        reason += "; the server loads weights as their checkpoint has them, so bring one in this format"
+    trade = "fewer bits: less to read and more room for KV; check quality beside the speed"
+    return Advice("dtype", value, reason, trade, flag, given)
 
 
 def _kv_dtype(plan: Plan) -> Advice:
@@ -208,7 +212,9 @@ def _kv_dtype(plan: Plan) -> Advice:
     if gain is not None:
         reason += f"; fp8 KV would serve {gain:.2f} x" + (", worth trying" if gain > 1.15 else ", not worth its error")
     value = {1: "fp8", 2: "bfloat16", 4: "float32"}[plan.setup.kv_dtype_bytes]
-    return Advice("kv_cache_dtype", value, reason, "fp8: half the KV bytes, errors that grow with context length")
+    flag = "--kv-cache-dtype" if value == "fp8" else None
+    trade = "fp8: half the KV bytes, errors that grow with context length"
+    return Advice("kv_cache_dtype", value, reason, trade, flag, value)
 
 
 def _gain(plan: Plan, **changed: str) -> float | None:
@@ -237,10 +243,15 @@ def _graphs(plan: Plan, found: Capacity) -> Advice:
         f"a decode step needs {device_s * 1e3:.2f} ms of the device and some {host_s * 1e3:.2f} ms of launches, "
         f"{host_s / device_s:.0%} of it; a graph launches once"
     )
-    return Advice("graphs", "on", reason, "eager: starts faster, saves the graphs' memory, pays every launch")
+    trade = "eager: starts faster, saves the graphs' memory, pays every launch"
+    if plan.options.enforce_eager:
+        return Advice("graphs", "off", f"as asked for; {reason}", trade, "--enforce-eager")
+    return Advice("graphs", "on", reason, trade)
 
 
-def _capture_sizes(seqs: int) -> Advice:
+def _capture_sizes(plan: Plan, seqs: int) -> Advice:
+    if plan.options.enforce_eager:
+        return Advice("capture sizes", "none", "without graphs nothing is captured", "see graphs")
     sizes = [1, 2, 4, *range(8, seqs + 1, 8)]
     shown = ", ".join(str(s) for s in sizes[:5]) + (f", ... every 8th to {sizes[-1]}" if len(sizes) > 5 else "")
     waste = "a batch is padded by 3.5 rows on average, which is free while reading weights bounds the step"
