@@ -75,9 +75,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
         like = torch.empty(0, dtype=kv_dtype, device=device)
         kv = KvPool(decoder.config, num_blocks, limits.block_size, like, scales)
-    if options.swap_space_bytes:
-        with phases("host tier"):
-            kv.add_host(options.swap_space_bytes)
+        kv.add_host(options.swap_space_bytes)
     caps = RunnerCaps(
         block_size=limits.block_size,
         num_blocks=num_blocks,
