@@ -19,6 +19,10 @@ class Order(Protocol):
     changes: bool
     weighs: bool
 
+    def look(self, running: Sequence[Request], now_ns: int) -> None:
+        """Called before keys that change are asked for again, with all that run."""
+        ...
+
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]: ...
 
     def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:

@@ -10,6 +10,8 @@ At most two steps are in flight with overlap, one without.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Event, FinishReason, Request
 from steelyard.core.step import RunnerCaps, StepPlan, StepResult
@@ -194,6 +196,11 @@ class Scheduler:
     def counters(self) -> Counters:
         return self._live.counters
 
+    @property
+    def waiting_tenants(self) -> Mapping[str, int]:
+        """How many requests of each tenant wait; only of those that have some."""
+        return self._live.waiting.tenants
+
     def waiting_by_reason(self) -> dict[str, int]:
         return self._live.waiting.by_reason()
 
@@ -237,8 +244,11 @@ class Scheduler:
                 live.set_state(resident, State.RESIDENT_UNSCHEDULED, now_ns)
 
     def _sort_again(self, now_ns: int) -> None:
+        """The waiting only while somebody could enter: there may be thousands of them."""
         live = self._live
-        for request in (r for siblings in live.requests.values() for r in siblings.values()):
+        running = [r.request for r in live.rows if not r.ended]
+        self._order.look(running, now_ns)
+        for request in (*running, *live.waiting.items) if live.rows.num_free else running:
             request.order_key = (*self._order.key(request, now_ns), request.order_key[-1])
         live.waiting.sort()
         live.rows.sort()

@@ -18,6 +18,9 @@ class Fcfs:
     changes = False
     weighs = False
 
+    def look(self, running: Sequence[Request], now_ns: int) -> None:
+        """Nothing changes."""
+
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]:
         return (request.start_ns,)
 

@@ -21,17 +21,18 @@ BEST_EFFORT_NS = 10_000_000_000
 ALPHA = 1.0
 RELEGATED_SHARE = 16
 """Of so many admissions one goes to the oldest relegated request."""
-MAX_DISPLACED = 2
+MARGIN = 2
+"""A prompt takes up to so many times what it and those before it take alone: others share its steps."""
 LEAST_SHARE = 16
 """One part in so many of a full step is given to prefills however tight the decodes are."""
 _FIRST, _NORMAL, _RELEGATED = -1, 0, 1
 
 
 class Slo(Fcfs):
-    """The relegated, and of each rank the latest deadline, are preempted first.
+    """The relegated are preempted first.
 
-    Relegation is for good, but that every `RELEGATED_SHARE`-th request that enters lifts the oldest relegated one to
-    the front. A request in time also displaces running ones that were relegated, each at most `MAX_DISPLACED` times.
+    Only a waiting request is relegated: what has a row is finished, for half a prompt is worth nothing. Relegation is
+    for good, but that every `RELEGATED_SHARE`-th request that enters lifts the oldest relegated one to the front.
 
     Starvation bound: before a request in time go only those with an earlier key, so none that arrives later than its
     target + alpha * its work; the k-th oldest relegated one is at the front within RELEGATED_SHARE * k admissions.
@@ -44,20 +45,30 @@ class Slo(Fcfs):
         self._alpha = alpha
         self._relegated: deque[Request] = deque()
         self._num_entered = 0
+        self._ahead_ns = 0
+
+    def look(self, running: Sequence[Request], now_ns: int) -> None:
+        """The prompts that run now are computed before any that waits."""
+        self._ahead_ns = sum(self._work_ns(r) for r in running if not r.num_generated)
 
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]:
-        if request.num_generated:
-            return (min(request.slo_rank, _NORMAL), next_due_ns(request))
-        lacking = len(request.tokens) - request.num_computed
-        work_ns = self._cost.recompute_ns(lacking) if self._cost is not None else 0
         due_ns = next_due_ns(request)
-        if request.slo_rank == _NORMAL and request.ttft_slo_ns is not None and now_ns + work_ns > due_ns:
+        if request.num_generated:
+            return (min(request.slo_rank, _NORMAL), due_ns)
+        if request.row < 0 and request.slo_rank == _RELEGATED and request.order_key:
+            return request.order_key[:-1]
+        work_ns = self._work_ns(request)
+        is_due = request.slo_rank == _NORMAL and request.ttft_slo_ns is not None and request.row < 0
+        if is_due and now_ns + MARGIN * (self._ahead_ns + work_ns) > due_ns:
             request.slo_rank = _RELEGATED
             self._relegated.append(request)
         return (request.slo_rank, due_ns + self._alpha * work_ns)
 
+    def _work_ns(self, request: Request) -> int:
+        return self._cost.recompute_ns(len(request.tokens) - request.num_computed) if self._cost is not None else 0
+
     def victim_key(self, request: Request, now_ns: int) -> tuple[float, ...]:
-        return request.order_key[:-1]
+        return request.order_key[:1]
 
     def entered(self, request: Request) -> bool:
         self._num_entered += 1
@@ -88,10 +99,6 @@ class Slo(Fcfs):
             else:
                 high = middle - 1
         return low
-
-    def may_displace(self, waiting: Request, running: Request) -> bool:
-        is_late = running.slo_rank == _RELEGATED and not running.num_generated
-        return is_late and waiting.slo_rank < _RELEGATED and running.num_preemptions < MAX_DISPLACED
 
     def may_pass(self, short: Request, head: Request) -> bool:
         return short.slo_rank <= head.slo_rank
