@@ -162,7 +162,7 @@ def test_a_target_that_one_request_alone_misses_is_refused_by_name() -> None:
     with pytest.raises(StartError, match=r"no rate meets --tpot on H200") as caught:
         capacity(SERVICE, Workload.of(1.0, 256, 128), Slo(tpot_s=0.001))
     assert caught.value.param == "tpot"
-    with pytest.raises(StartError, match="KV pool holds 0"):
+    with pytest.raises(StartError, match="KV pool of H200 holds 0 requests"):
         capacity(make_service(kv_gib=0.1), Workload.of(1.0, 4096, 128), NONE)
 
 

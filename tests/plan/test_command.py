@@ -140,6 +140,19 @@ def test_a_gguf_file_is_planned_with_the_bytes_it_has(capsys: pytest.CaptureFixt
     assert as_bf16["model"]["weight_bytes"] == 2 * 134_515_008
 
 
+def test_a_held_out_file_is_named_by_its_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_records(path, single(128, 40), "short")
+    assert main(["plan", "fit", "llama-3-8b", "--records", str(path), "--held-out", "/dev/null"]) == 2
+    assert "--held-out /dev/null: has no step records" in capsys.readouterr().err
+
+
+def test_compare_has_a_value_in_every_cell_whatever_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "plan compare llama-3-8b --to context=8192 --to tp=2 --to device=B200,kv-cache-dtype=fp8")
+    assert not re.findall(r" -( |$)", text, re.M)
+    assert re.search(r"context +4,096 +8,192 +4,096 +4,096", text)
+
+
 def test_compare_shows_alternatives_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, "plan compare llama-3.1-8b --to device=H100 --to dtype=fp8,kv-cache-dtype=fp8")
     given, other, small = found.values()
@@ -272,6 +285,21 @@ def test_fit_is_ready_for_kept_records(capsys: pytest.CaptureFixture[str], tmp_p
         ("plan tune llama-3-8b", "--rate"),
         ("plan fit llama-3-8b", "--records"),
         ("plan cache llama-3-8b --remove 99999", "--remove"),
+        ("plan cache llama-3-8b --network 0", "--network"),
+        ("plan cache llama-3-8b --turns 0", "--turns"),
+        ("plan cache llama-3-8b --hit-rate 2", "--hit-rate"),
+        ("plan llama-3-8b --device ''", "--device"),
+        ("plan llama-3-8b --block-size 3", "--block-size"),
+        ("plan llama-3-8b --rate inf --input 5 --output 5", "--rate"),
+        ("plan llama-3-8b --rate nan --input 5 --output 5", "--rate"),
+        ("plan llama-3-8b --rate 1 --input 5 --output 5 --price-per-hour nan", "--price-per-hour"),
+        ("plan llama-3-8b --rate 1 --input 9999999 --output 1", "the KV pool of H200 holds 0 requests of 10,000,000"),
+        ("plan llama-3-8b --ttft 500ms", "--ttft needs a load"),
+        ("plan llama-3-8b --price-per-hour 3", "--price-per-hour needs a load"),
+        ("plan llama-3-8b --cached-tokens 5", "--cached-tokens needs a load"),
+        ("plan llama-3-8b --trace none.csv --input 5", "--input comes from --trace"),
+        ("plan llama-3-8b --records /dev/null", "--records /dev/null: has no step records"),
+        ("plan tune llama-3-8b --rate 1 --input 100000 --output 10", "beyond the 8,192"),
     ],
 )
 def test_bad_input_names_the_field(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,12 +127,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, model: PlannedModel, options: Options) -> int:
     plan = make_plan(model, options)
+    if args.plot is not None:
+        _write_plot(Path(args.plot), plan)
     if args.json:
         print(json.dumps(to_json(plan), indent=2, allow_nan=False))
     else:
         print(plan_text.render(plan, explain=args.explain))
-    if args.plot:
-        _write_plot(Path(args.plot), plan)
     return 0 if plan.fits else 1
 
 
@@ -148,7 +148,7 @@ def _device(args: argparse.Namespace) -> Device:
     if not args.measure:
         if args.save:
             raise StartError("--save needs --measure: there are no ceilings to write otherwise", param="save")
-        return find_device(args.device or "H200")
+        return find_device("H200" if args.device is None else args.device)
     ceilings = importlib.import_module("steelyard.perf.ceilings")
     device: Device = ceilings.measure(args.device)
     text = ceilings_toml(device)
@@ -179,17 +179,21 @@ def _options(args: argparse.Namespace, device: Device) -> Options:
         slo=Slo(args.ttft, args.tpot, args.attainment),
         replicas=args.replicas,
         price_per_hour=args.price_per_hour,
-        records=tuple(read_records(Path(args.records))) if args.records else (),
+        records=tuple(read_records(Path(args.records))) if args.records is not None else (),
     )
 
 
 def _load(args: argparse.Namespace) -> Workload | None:
     if args.trace:
+        for name in ("input", "output"):
+            if getattr(args, name) is not None:
+                raise StartError(f"--{name} comes from --trace: give one or the other", param=name)
         load = from_trace(read_trace(Path(args.trace)), cached_tokens=args.cached_tokens)
         return load if args.rate is None else replace(load, rate=args.rate)
     given = {"rate": args.rate, "input": args.input, "output": args.output}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == 3:
+        _refuse_without_load(args)
         return None
     if missing:
         raise StartError(f"--{missing[0]} is missing: a load needs --rate, --input and --output", param=missing[0])
@@ -197,3 +201,14 @@ def _load(args: argparse.Namespace) -> Workload | None:
         raise StartError(f"--arrival-cv must be a number of at least 0, got {args.arrival_cv:g}", param="arrival_cv")
     cached = args.cached_tokens
     return Workload.of(args.rate, args.input, args.output, cached_tokens=cached, arrival_cv=args.arrival_cv)
+
+
+def _refuse_without_load(args: argparse.Namespace) -> None:
+    """A flag that nothing would read is a mistake. Raises StartError naming it."""
+    for name in ("ttft", "tpot", "replicas", "price_per_hour"):
+        if getattr(args, name) is not None:
+            raise StartError(
+                f"--{name.replace('_', '-')} needs a load: give --rate, --input and --output, or --trace", param=name
+            )
+    if args.cached_tokens:
+        raise StartError("--cached-tokens needs a load: give --rate, --input and --output", param="cached_tokens")

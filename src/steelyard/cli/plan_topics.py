@@ -104,12 +104,15 @@ def _compared(plan: Plan) -> dict[str, str]:
         "device": f"{plan.setup.tp} x {plan.setup.device.name}",
         "weights GB a device": f"{plan.budget.weights_bytes / 1e9:.2f}",
         "KV pool GiB": f"{plan.budget.kv_bytes / GIB:.2f}",
-        f"sequences of {plan.context_len}": f"{plan.max_sequences:,}",
+        "context": f"{plan.context_len:,}",
+        "sequences of it": f"{plan.max_sequences:,}",
         "longest context": f"{plan.max_context:,}",
     }
+    several = len({row.context_len for row in plan.decodes}) > 1
     for row in plan.decodes:
-        found[f"decode {row.batch} x {row.context_len} floor ms"] = f"{row.floor.ms:.3f}"
-        found[f"decode {row.batch} x {row.context_len} estimate ms"] = f"{row.estimate.ms:.3f}"
+        name = f"decode {row.batch} x {row.context_len}" if several else f"decode {row.batch} rows"
+        found[f"{name} floor ms"] = f"{row.floor.ms:.3f}"
+        found[f"{name} estimate ms"] = f"{row.estimate.ms:.3f}"
     for row in plan.prefills:
         found[f"prefill {row.num_tokens} estimate ms"] = f"{row.estimate.ms:.1f}"
     if plan.capacity is not None:
@@ -151,6 +154,8 @@ def show_tuned(args: argparse.Namespace, tuned: Tuned) -> int:
 def show_cache(args: argparse.Namespace, plan: Plan) -> int:
     """Reuse, ways to bring KV back, compaction, and with a load the hit share from which a cache pays."""
     cache = Economics(Roofline(plan.setup), plan.calibration)
+    if args.network is not None and not 0.0 < args.network < float("inf"):
+        raise StartError(f"--network must be a number above 0 GB/s, got {args.network:g}", param="network")
     network = None if args.network is None else args.network * 1e9
     lengths = (512, 2048, 8192, 32768)
     backs = [cache.restore(n, network) for n in lengths]
@@ -262,7 +267,7 @@ def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) ->
     kv = 2 if options.kv_cache_dtype == "auto" else kv_dtype_bytes(options.kv_cache_dtype)
     roofline = Roofline(Setup(model.shape, options.device, weights, kv, options.tp))
     found = fit(roofline, options.records)
-    held_out = read_records(Path(args.held_out)) if args.held_out else list(options.records)
+    held_out = read_records(Path(args.held_out), "held-out") if args.held_out is not None else list(options.records)
     errors = evaluate(roofline, found, held_out)
     if args.json:
         of = {n: {**asdict(e), "throughput": e.throughput} for n, e in errors.items()}

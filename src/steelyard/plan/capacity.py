@@ -120,11 +120,18 @@ def capacity(service: Service, load: Workload, slo: Slo, replicas: int | None = 
     found = constraints(service, load, slo)
     limit = found[0].rate
     if limit <= 0.0:
+        held = service.max_sequences(load)
+        if found[0].name == "kv_memory":
+            raise StartError(
+                f"the KV pool of {service.roofline.setup.device.name} holds {held} requests of {load.whole_len:,.0f} "
+                "tokens: use more devices (--tensor-parallel-size), an 8-bit KV cache, or shorter requests",
+                param="kv_memory",
+            )
         at = latency(load, service.at(load, 1e-9), slo)
         raise StartError(
             f"no rate meets --{found[0].name.replace('_', '-')} on {service.roofline.setup.device.name}: alone, a "
             f"request has a time to first token of {at.ttft_s * 1e3:.1f} ms and {at.tpot_s * 1e3:.2f} ms a token, "
-            f"and the KV pool holds {service.max_sequences(load)} such requests",
+            f"and the KV pool holds {held} such requests",
             param=found[0].name,
         )
     count = replicas or max(math.ceil(load.rate / limit * (1 - 1e-9)), 1)
@@ -203,7 +210,7 @@ class Change:
 
 
 def sensitivity(service: Service, load: Workload, slo: Slo) -> list[Change]:
-    """What a tenth more of each resource, KV of half the size, or weights of half would buy. Largest first."""
+    """What a tenth more of each resource, or KV of half the size, would buy. Largest first."""
     base = constraints(service, load, slo)[0].rate
     setup = service.roofline.setup
     changed = {

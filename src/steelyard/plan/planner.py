@@ -69,8 +69,10 @@ class Options:
         for flag, values in (("batch", self.batches), ("context", self.contexts)):
             if any(v < 1 for v in values):
                 raise StartError(f"--{flag} must be at least 1, got {min(values)}", param=flag)
-        if self.price_per_hour is not None and self.price_per_hour < 0:
-            raise StartError(f"--price-per-hour must not be negative, got {self.price_per_hour:g}", param="price")
+        if self.block_size & (self.block_size - 1):
+            raise StartError(f"--block-size must be a power of two, got {self.block_size}", param="block_size")
+        if self.price_per_hour is not None and not 0.0 <= self.price_per_hour < float("inf"):
+            raise StartError(f"--price-per-hour must be at least 0, got {self.price_per_hour:g}", param="price")
 
 
 @dataclass(frozen=True, slots=True)

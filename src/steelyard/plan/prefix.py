@@ -120,6 +120,8 @@ class History:
 
     def check(self) -> None:
         """Raises StartError where lengths do not fit together, naming the field."""
+        if self.turns < 1:
+            raise StartError(f"--turns must be at least 1, got {self.turns}", param="turns")
         if not 0 < self.removed_len <= self.context_len - self.tail_len or self.tail_len < 0:
             raise StartError(
                 f"--remove {self.removed_len} and --tail {self.tail_len} must fit the context of {self.context_len}",

@@ -38,25 +38,27 @@ class StepRecord:
         return cls(chunks, device_ns / 1e9, str(row.get("workload", "")))
 
 
-def read_records(path: Path) -> list[StepRecord]:
-    """Every step of a JSON Lines file. Raises StartError naming file and line."""
+def read_records(path: Path, flag: str = "records") -> list[StepRecord]:
+    """Every step of a JSON Lines file. Raises StartError naming file and line, and the flag it was given with."""
     records = []
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"--records {path}: cannot be read ({error})", param="records") from error
+        raise StartError(f"--{flag} {path}: cannot be read ({error})", param=flag) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise StartError("is no JSON object", param="records")
+                raise StartError("is no JSON object", param=flag)
             records.append(StepRecord.from_json(row))
         except ValueError as error:
-            raise StartError(f"--records {path}: line {number} is no JSON ({error})", param="records") from error
+            raise StartError(f"--{flag} {path}: line {number} is no JSON ({error})", param=flag) from error
         except StartError as error:
-            raise StartError(f"--records {path}: line {number}: {error.message}", param=error.param) from error
+            raise StartError(f"--{flag} {path}: line {number}: {error.message}", param=error.param) from error
+    if not records:
+        raise StartError(f"--{flag} {path}: has no step records", param=flag)
     return records
 
 

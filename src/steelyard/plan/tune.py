@@ -43,6 +43,13 @@ def tune(model: PlannedModel, name: str, options: Options) -> Tuned:
     """Advice for a load. Raises StartError where the load is missing, or nothing meets the targets."""
     if options.load is None:
         raise StartError("tune needs a load: give --rate, --input and --output, or --trace", param="rate")
+    longest = model.shape.max_position
+    if options.load.whole_len > longest:
+        raise StartError(
+            f"requests of {options.load.whole_len:,.0f} tokens (--input and --output) are beyond the {longest:,} that "
+            f"{model.shape.name} is made for",
+            param="input",
+        )
     tp = _smallest_tp(model, options)
     options = replace(options, tp=tp)
     options = replace(options, max_num_batched_tokens=_best_budget(model, options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,8 +39,8 @@ class Workload:
         cls, rate: float, input_len: int, output_len: int, *, cached_tokens: int = 0, arrival_cv: float = 1.0
     ) -> Workload:
         """All requests alike. Raises StartError naming the flag of a value out of range."""
-        if rate <= 0.0:
-            raise StartError(f"--rate must be above 0 requests a second, got {rate:g}", param="rate")
+        if not 0.0 < rate < float("inf"):
+            raise StartError(f"--rate must be a number above 0 requests a second, got {rate:g}", param="rate")
         for flag, value in (("input", input_len), ("output", output_len)):
             if value < 1:
                 raise StartError(f"--{flag} must be at least 1 token, got {value}", param=flag)
@@ -135,7 +136,7 @@ def read_trace(path: Path) -> list[Arrival]:
     for number, row in rows:
         try:
             found.append(_arrival(row))
-        except (KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise StartError(f"--trace {path}: line {number}: {error}", param="trace") from error
     start = min((a.at_s for a in found), default=0.0)
     return [Arrival(a.at_s - start, a.input_len, a.output_len) for a in found]
@@ -156,6 +157,8 @@ def _arrival(row: object) -> Arrival:
         at_s = datetime.fromisoformat(str(value)[:26]).timestamp()
     else:
         at_s = float(value) / (1e3 if name == "timestamp" else 1.0)
+    if not math.isfinite(at_s):
+        raise ValueError(f"{name} must be a time, got {value!r}")
     input_len = int(_first(row, ("input_length", "input", "ContextTokens"))[1])
     output_len = int(_first(row, ("output_length", "output", "GeneratedTokens"))[1])
     if input_len < 1 or output_len < 1:
@@ -167,4 +170,4 @@ def _first(row: dict[str, str], names: tuple[str, ...]) -> tuple[str, str]:
     for name in names:
         if row.get(name) not in (None, ""):
             return name, row[name]
-    raise KeyError(f"none of the columns {', '.join(names)} is there")
+    raise ValueError(f"none of the columns {', '.join(names)} is there")
