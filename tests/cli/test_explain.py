@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from steelyard.cli.explain import bar, duration, explain, sentence, timeline
+from steelyard.cli.durations import duration, size
+from steelyard.cli.explain import bar, explain, sentence
 from steelyard.cli.main import main
+from steelyard.cli.timeline import picture, timeline
 
 RECORD: dict[str, Any] = {
     "id": "cmpl-1",
@@ -24,8 +27,11 @@ RECORD: dict[str, Any] = {
         {
             "index": 0,
             "engine": {
+                "kv_held": {"num_requests": 14, "blocks": [400], "bytes": 2_040_109_466},
                 "slowest_steps": [
                     {
+                        "kind": "decode",
+                        "span_ns": 40_000_000,
                         "device_ns": 38_000_000,
                         "gaps_ns": {"cpu_late": 2_000_000},
                         "causes": {
@@ -37,6 +43,7 @@ RECORD: dict[str, Any] = {
                             "residual_ns": 1_000_000,
                             "others_prefill_tokens": 2048,
                             "others_decode_rows": 6,
+                            "others_prefill_rows": 1,
                         },
                     }
                 ]
@@ -46,20 +53,38 @@ RECORD: dict[str, Any] = {
 }
 
 
+def slow(**causes: int) -> dict[str, Any]:
+    """The request with other causes of its slowest step."""
+    engine = RECORD["choices"][0]["engine"]
+    step = engine["slowest_steps"][0]
+    changed = {**step, "causes": {**step["causes"], **causes}}
+    return {**RECORD, "choices": [{"index": 0, "engine": {**engine, "slowest_steps": [changed]}}]}
+
+
 def test_a_request_is_told_with_its_numbers() -> None:
     text = explain(RECORD)
-    assert "waited 412.0 ms for KV blocks; its first token came after 530.0 ms" in text
-    assert "of its slowest step's 38.0 ms, 4.0 ms were its own work, 31.0 ms others' prompts (2,048 tokens)" in text
-    assert "1.0 ms are not explained; the device had waited 2.0 ms" in text
+    assert "waited 412.0 ms for KV blocks (14 requests held 1.9 GiB); its first token came after 530.0 ms" in text
+    assert (
+        "of its slowest token's 40.0 ms, 31.0 ms were another request's prefill chunk of 2,048 tokens, 4.0 ms its own "
+        "work, 2.0 ms the device waiting before it, 2.0 ms the decodes of 6 other requests, 1.0 ms not explained."
+    ) in text
     for name, share in (("wait_kv", "41.2%"), ("decode", "47.8%")):
         assert any(name in line and share in line for line in text.splitlines())
 
 
-def test_others_are_one_number_to_a_tenant() -> None:
+def test_parts_are_told_in_order_and_what_is_negative_is_taken_off() -> None:
+    text = explain(slow(own_ns=37_000_000, others_prefill_rows=3, residual_ns=-32_000_000))
+    assert "40.0 ms, 37.0 ms were its own work, 31.0 ms prefill chunks of 3 other requests (2,048 tokens)" in text
+    assert text.count("less 32.0 ms not explained") == 1
+
+
+def test_others_are_one_number_to_a_tenant_and_holders_are_not_told() -> None:
     step = RECORD["choices"][0]["engine"]["slowest_steps"][0]
     causes = {"own_ns": 1, "padding_ns": 0, "overhead_ns": 0, "residual_ns": 0, "others_ns": 5_000_000}
-    mine = {**RECORD, "choices": [{"index": 0, "engine": {"slowest_steps": [{**step, "causes": causes}]}}]}
-    assert "5.0 ms others'," in explain(mine)
+    engine = {"kv_held": None, "slowest_steps": [{**step, "causes": causes}]}
+    mine = explain({**RECORD, "choices": [{"index": 0, "engine": engine}]})
+    assert "5.0 ms were other requests' work," in mine
+    assert "for KV blocks; its first token" in mine
 
 
 def test_the_line_is_divided_as_the_accounts_are() -> None:
@@ -70,18 +95,37 @@ def test_the_line_is_divided_as_the_accounts_are() -> None:
     assert sentence({**RECORD, "buckets_ns": {"decode": 5}}).startswith("It waited for nothing")
 
 
-def test_rows_over_steps() -> None:
-    def share(row: int, request: str, kind: str) -> dict[str, Any]:
-        return {"row": row, "request": request, "index": 0, "kind": kind}
+def share(row: int, request: str, kind: str) -> dict[str, Any]:
+    return {"row": row, "request": request, "index": 0, "kind": kind, "tokens": 3}
 
-    steps = [
-        {"span_ns": 10, "device_ns": 5, "shares": [share(0, "x", "prefill")]},
-        {"span_ns": 10, "device_ns": 10, "shares": [share(0, "x", "decode"), share(1, "y", "recompute")]},
-    ]
-    lines = timeline(steps).splitlines()
+
+STEPS = [
+    {"span_ns": 10, "device_ns": 5, "commit_ns": 110, "shares": [share(0, "x<", "prefill")]},
+    {
+        "span_ns": 10,
+        "device_ns": 10,
+        "commit_ns": 120,
+        "shares": [share(0, "x<", "decode"), share(1, "y", "recompute")],
+    },
+]
+
+
+def test_rows_over_steps() -> None:
+    lines = timeline(STEPS).splitlines()
     assert lines[:2] == ["row    0 Pa", "row    1 .R"]
     assert "device busy 75%, rows filled 75%" in lines[2]
     assert timeline([]) == "no step yet"
+
+
+def test_the_picture_is_to_scale_and_marks_what_was_computed_again() -> None:
+    root = ElementTree.fromstring(picture(STEPS))
+    boxes = [e.attrib for e in root.iter("{http://www.w3.org/2000/svg}rect") if "x" in e.attrib]
+    first, second, third, again = boxes
+    assert float(second["width"]) / float(first["width"]) == pytest.approx(2, rel=0.01)
+    assert float(first["x"]) + float(first["width"]) + 0.2 == pytest.approx(float(second["x"]), abs=0.1)
+    assert second["x"] == third["x"] and second["y"] != third["y"] and again["fill"] == "url(#again)"
+    assert first["fill"].split()[0] == second["fill"].split()[0] != third["fill"].split()[0]
+    assert ElementTree.fromstring(picture([])) is not None
 
 
 def test_a_log_is_explained_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,3 +154,7 @@ def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("ns", "text"), [(412_000_000, "412.0 ms"), (1_530_000_000, "1.53 s"), (-87_000, "-87 us")])
 def test_durations(ns: int, text: str) -> None:
     assert duration(ns) == text
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (512, 2048, 34 * 2**20, 2_040_109_466)] == ["512 bytes", "2.0 KiB", "34.0 MiB", "1.9 GiB"]

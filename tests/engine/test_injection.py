@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,17 @@ def test_a_shrunken_pool_is_a_wait_for_blocks_or_a_displacement() -> None:
     assert changed["decode"] == -DECODE_NS
 
 
+def test_who_waits_for_blocks_is_told_who_holds_them() -> None:
+    harness = serve(num_blocks=12)["harness"]
+    harness.engine.options = replace(harness.engine.options, block_bytes=(100,))
+    [waited] = harness.engine.ask(Ask("q", "request b")).value
+    held = waited["kv_held"]
+    assert held["num_requests"] == 1 and 0 < held["blocks"][0] <= 12
+    assert held["bytes"] == held["blocks"][0] * 100
+    [other] = harness.engine.ask(Ask("q", "request a")).value
+    assert other["kv_held"] is None
+
+
 def test_a_long_prompt_among_decodes_is_seen_in_their_steps_and_named() -> None:
     plain, crowded = serve(), serve(long_prompt=120)
     for name in ("a", "b"):
@@ -107,6 +119,7 @@ def test_a_long_prompt_among_decodes_is_seen_in_their_steps_and_named() -> None:
     harness = crowded["harness"]
     [choice] = harness.engine.ask(Ask("q", "request a")).value
     slowest = choice["slowest_steps"][0]
+    assert slowest["kind"] == "decode" and slowest["causes"]["others_prefill_rows"] == 1
     assert slowest["causes"]["others_prefill_tokens"] > 20
     assert slowest["device_ns"] > 20 * PREFILL_NS
 

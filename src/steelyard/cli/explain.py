@@ -2,7 +2,7 @@
 
 steelyard explain cmpl-1a2f...            ask the server that served it
 steelyard explain --slowest 10            the slowest of the last requests
-steelyard explain --timeline              who was in which row, step by step
+steelyard explain --timeline [--svg FILE]   who was in which row, step by step
 steelyard explain ledger.jsonl [--slowest 10]   from a --ledger-log file, without a server
 """
 
@@ -15,6 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from steelyard.cli.durations import duration, size
+from steelyard.cli.timeline import picture, timeline
 from steelyard.core.timed import State
 from steelyard.errors import NotFound, StartError
 from steelyard.ledger.states import DESCRIPTIONS, TIMED_NAMES, group_of
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", help="where the server needs one")
     add("--slowest", type=int, metavar="N", help="the N slowest of the last requests")
     add("--timeline", action="store_true", help="rows over the last steps")
+    add("--svg", type=Path, metavar="FILE", help="of --timeline: draw it too, to scale in time")
     add("--last", type=int, default=100, metavar="N", help="steps of --timeline (default: %(default)s)")
 
 
@@ -45,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     ask = _Server(args.url, args.api_key)
     if args.timeline:
         ids = [step["id"] for step in ask(f"/ledger/steps?last={args.last}")["steps"]]
-        print(timeline([ask(f"/ledger/steps/{id}") for id in ids]))
+        steps = [ask(f"/ledger/steps/{id}") for id in ids]
+        if args.svg is not None:
+            args.svg.write_text(picture(steps))
+        print(timeline(steps))
         return 0
     if args.what is not None:
         print(explain(ask(f"/ledger/requests/{args.what}")))
@@ -107,7 +113,7 @@ def bar(buckets: dict[str, int], total_ns: int) -> str:
 
 
 def sentence(record: dict[str, Any]) -> str:
-    """What it waited for longest, and when its first token came."""
+    """What it waited for longest, who had it, and when its first token came."""
     buckets = record["buckets_ns"]
     waits = {n: ns for n, ns in buckets.items() if group_of(n) in ("waiting", "displaced") and ns}
     ttft_ns = record.get("ttft_ns")
@@ -117,60 +123,55 @@ def sentence(record: dict[str, Any]) -> str:
     name = max(waits, key=lambda n: waits[n])
     rest_ns = sum(waits.values()) - waits[name]
     more = f", and {duration(rest_ns)} for other reasons" if rest_ns else ""
-    return f"It waited {duration(waits[name])} {DESCRIPTIONS[State(name)]}{more}; {whole}."
+    holders = _holders(record) if name == State.WAIT_KV.value or group_of(name) == "displaced" else ""
+    return f"It waited {duration(waits[name])} {DESCRIPTIONS[State(name)]}{holders}{more}; {whole}."
+
+
+def _holders(record: dict[str, Any]) -> str:
+    """Who had the KV blocks when it began to wait for them: of the choice that found the most taken."""
+    held = [(choice.get("engine") or {}).get("kv_held") for choice in record.get("choices", ())]
+    most = max((h for h in held if h and h["bytes"]), key=lambda h: int(h["bytes"]), default=None)
+    if most is None:
+        return ""
+    count = most["num_requests"]
+    return f" ({count} request{'s' if count != 1 else ''} held {size(most['bytes'])})"
 
 
 def _slowest(record: dict[str, Any]) -> list[str]:
-    """Of each choice's slowest step: what made it slow."""
+    """Of each choice's slowest token: what made it slow, the largest part first."""
     found = []
     for choice in record.get("choices", ()):
         for step in ((choice.get("engine") or {}).get("slowest_steps") or [])[:1]:
-            causes = step["causes"]
-            gap_ns = sum(step["gaps_ns"].values())
-            parts = [f"{duration(causes['own_ns'])} were its own work"]
-            if "others_ns" in causes:
-                parts.append(f"{duration(causes['others_ns'])} others'")
-            else:
-                prefill, decode = causes["others_prefill_ns"], causes["others_decode_ns"]
-                parts.append(f"{duration(prefill)} others' prompts ({causes['others_prefill_tokens']:,} tokens)")
-                parts.append(f"{duration(decode)} others' decodes ({causes['others_decode_rows']} rows)")
-            parts.append(f"{duration(causes['residual_ns'])} are not explained")
+            what = "token" if step.get("kind", "decode") == "decode" else "step (it has one token at most)"
+            parts = sorted(_parts(step), reverse=True)
+            first, *rest = [f"{duration(ns)} were {words}" for ns, words in parts if ns > 0]
+            rest = [part.replace(" were ", " ") for part in rest]
+            left = [f"less {duration(-ns)} {words}" for ns, words in parts if ns < 0]
             found.append(
-                f"Choice {choice['index']}: of its slowest step's {duration(step['device_ns'])}, {', '.join(parts)}; "
-                f"the device had waited {duration(gap_ns)} before it."
+                f"Choice {choice['index']}: of its slowest {what}'s {duration(step['span_ns'])}, "
+                f"{', '.join([first, *rest, *left])}."
             )
     return found
 
 
-def timeline(steps: list[dict[str, Any]]) -> str:
-    """Rows down, steps across: P prefill, R recompute, a letter a request while it decodes, . empty."""
-    if not steps:
-        return "no step yet"
-    rows = sorted({share["row"] for step in steps for share in step["shares"]})
-    letters: dict[tuple[str, int], str] = {}
-    grid = {row: ["."] * len(steps) for row in rows}
-    for i, step in enumerate(steps):
-        for share in step["shares"]:
-            key = (share["request"], share["index"])
-            letter = letters.setdefault(key, "abcdefghijklmnopqrstuvwxyz"[len(letters) % 26])
-            grid[share["row"]][i] = {"prefill": "P", "recompute": "R"}.get(share["kind"], letter)
-    busy = sum(cell != "." for cells in grid.values() for cell in cells)
-    lines = [f"row {row:4} {''.join(cells)}" for row, cells in grid.items()]
-    span_ns = sum(step["span_ns"] for step in steps)
-    device_ns = sum(step["device_ns"] for step in steps)
-    lines.append(
-        f"{len(steps)} steps in {duration(span_ns)}, device busy {device_ns / max(span_ns, 1):.0%}, rows filled "
-        f"{busy / max(len(rows) * len(steps), 1):.0%}; P prefill, R recompute, a letter a request"
-    )
-    return "\n".join(lines)
-
-
-def duration(amount_ns: int) -> str:
-    """Rounded for people: 412 ms, 1.53 s, 87 us."""
-    sign, ns = ("-", -amount_ns) if amount_ns < 0 else ("", amount_ns)
-    if ns >= 1_000_000_000:
-        return f"{sign}{ns / 1e9:.2f} s"
-    return f"{sign}{ns / 1e6:.1f} ms" if ns >= 1_000_000 else f"{sign}{ns / 1e3:.0f} us"
+def _parts(step: dict[str, Any]) -> list[tuple[int, str]]:
+    """A step's time as one request met it, in words. They sum to the step and the wait before it."""
+    causes = step["causes"]
+    parts = [
+        (causes["own_ns"], "its own work"),
+        (causes["padding_ns"] + causes["overhead_ns"], "the engine's (padding, overhead)"),
+        (causes["residual_ns"], "not explained"),
+        (sum(step["gaps_ns"].values()), "the device waiting before it"),
+    ]
+    if "others_ns" in causes:
+        return [*parts, (causes["others_ns"], "other requests' work")]
+    rows, tokens = causes["others_prefill_rows"], causes["others_prefill_tokens"]
+    whose = f"another request's prefill chunk of {tokens:,} tokens"
+    if rows > 1:
+        whose = f"prefill chunks of {rows} other requests ({tokens:,} tokens)"
+    rows = causes["others_decode_rows"]
+    decodes = f"the decode{'s' if rows != 1 else ''} of {rows} other request{'s' if rows != 1 else ''}"
+    return [*parts, (causes["others_prefill_ns"], whose), (causes["others_decode_ns"], decodes)]
 
 
 class _Server:

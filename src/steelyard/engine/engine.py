@@ -76,7 +76,7 @@ class Engine:
         self.grammars = Grammars(runner.caps.vocab_size)
         self.options = options or EngineOptions()
         self.clock_ns = clock_ns
-        self.ledgers = ledgers or Ledgers(scheduler.max_num_seqs, clock_ns())
+        self.ledgers = (ledgers or Ledgers(scheduler.max_num_seqs, clock_ns())).over(cache, scheduler)
         self.draining = False
         self.halted = False
         self.broken = ""

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Request
 from steelyard.core.step import StepPlan, StepResult
 from steelyard.core.timed import State
-from steelyard.ledger.accounts import Account, Accounts
+from steelyard.ledger.accounts import Account, Accounts, Held
 from steelyard.ledger.book import StepBook, StepEntry
 from steelyard.ledger.charges import tenant_charges
 from steelyard.ledger.little import merged
-from steelyard.ledger.step import causes, tokens_by_kind
+from steelyard.ledger.step import causes, kind_of, tokens_by_kind
 from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Chunk
 from steelyard.plan.roofline import Roofline
+from steelyard.scheduler.scheduler import Scheduler
 
 MAX_ASKED = 1024
 _SLOWEST = 3
@@ -52,6 +54,17 @@ class Ledgers:
         self.accounts = Accounts(self.book)
         self.padded_tokens = 0
         self._measure = measure
+
+    def over(self, cache: CacheManager, scheduler: Scheduler) -> Ledgers:
+        """Itself, told how to find who has the blocks that a request waits for."""
+
+        def held(request: Request) -> Held:
+            own = [sum(map(bool, table)) for table in cache.tables(request)] or [0] * len(cache.pools())
+            active = [total - clean - cached for total, clean, cached in cache.pools()]
+            return Held(scheduler.num_running - (request.row >= 0), tuple(a - mine for a, mine in zip(active, own)))
+
+        self.accounts.held = held
+        return self
 
     # hooks
 
@@ -98,7 +111,7 @@ class Ledgers:
         entry = next((e for e in self.book.entries if e.id == step_id), None)
         if entry is None:
             return None
-        rows = entry.rows
+        rows, num_new = entry.rows, entry.rows.num_new
         shares = []
         for i, ticket in enumerate(rows.owners):
             stay = self.book.stays[int(ticket)]
@@ -109,8 +122,8 @@ class Ledgers:
                     "tenant": stay.tenant,
                     "row": stay.row,
                     "start": int(rows.starts[i]),
-                    "tokens": int(rows.num_new[i]),
-                    "kind": "decode" if rows.is_decode[i] else "recompute" if rows.num_again[i] else "prefill",
+                    "tokens": int(num_new[i]),
+                    "kind": kind_of(rows, i),
                     "cost_ns": int(entry.shares_ns[i]),
                 }
             )
@@ -195,13 +208,22 @@ class Ledgers:
         return {**values, "floor_ns": None, "reach_ns": None, "estimate_ns": None, **measured}
 
     def _slowest(self, account: Account) -> list[dict[str, Any]]:
-        """The longest kept steps the request took part in, longest first, and what made them long for it."""
-        found = sorted(self.book.steps_of(account.tickets), key=lambda item: -item[0].span_ns)[:_SLOWEST]
+        """The longest kept steps the request took part in, and what made them long for it.
+
+        Those that brought it a token after its first come first: they are the gaps its reader saw.
+        """
+
+        def order(item: tuple[StepEntry, int]) -> tuple[bool, int]:
+            entry, at = item
+            return kind_of(entry.rows, at) != "decode", -entry.span_ns
+
+        found = sorted(self.book.steps_of(account.tickets), key=order)[:_SLOWEST]
         return [
             {
                 **self._step(entry),
                 "own_cost_ns": int(entry.shares_ns[at]),
                 "start": int(entry.rows.starts[at]),
+                "kind": kind_of(entry.rows, at),
                 "causes": causes(entry.device_ns, entry.rows, at, entry.rates, entry.timing.padded_tokens).as_dict(),
             }
             for entry, at in found

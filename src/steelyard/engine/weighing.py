@@ -40,7 +40,7 @@ def ledger_answer(engine: Engine, ledgers: Ledgers, topic: str, argument: str) -
             return ledgers.step(number)
         case "request":
             engine.scheduler.settle(now_ns)
-            return ledgers.request(argument, now_ns)
+            return [_with_bytes(engine, choice) for choice in ledgers.request(argument, now_ns)]
         case "requests":
             engine.scheduler.settle(now_ns)
             return [_live(ledgers, account.request, now_ns) for account in ledgers.accounts.live[:_MAX_LIVE]]
@@ -50,6 +50,15 @@ def ledger_answer(engine: Engine, ledgers: Ledgers, topic: str, argument: str) -
         case "blocks":
             return block_map(engine)
     return memory(engine)
+
+
+def _with_bytes(engine: Engine, choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice's account with the blocks that others held as bytes too."""
+    held = choice["kv_held"]
+    if held is not None:
+        sizes = _block_bytes(engine, engine.runner.memory().kv_pool_bytes)
+        held["bytes"] = sum(count * size for count, size in zip(held["blocks"], sizes))
+    return choice
 
 
 def _live(ledgers: Ledgers, request: Any, now_ns: int) -> dict[str, Any]:

@@ -6,8 +6,9 @@ opened -> stay in a row, stay in a row, ... -> closed (ENDED): buckets, cost and
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from steelyard.core.request import Request
 from steelyard.core.timed import State, Timed
@@ -15,11 +16,21 @@ from steelyard.ledger.book import Stay, StepBook
 from steelyard.ledger.little import Census
 
 MAX_CLOSED = 2048
+_SHORT_OF_BLOCKS = frozenset({State.WAIT_KV, State.PREEMPTED, State.SWAP_OUT})
+
+
+class Held(NamedTuple):
+    """The pool at a moment, as one request finds it: others that hold rows, and blocks by KV group that it does not."""
+
+    num_requests: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Account:
     """A choice's costs beside its buckets.
+
+    kv_held          who had the blocks when it last began to wait for some
 
     computed_tokens  positions computed in all; lost_tokens: of those, the ones a failed row threw away
     shared_tokens    positions taken over from a sibling
@@ -33,6 +44,7 @@ class Account:
     shared_tokens: int = 0
     tickets: list[int] = field(default_factory=list)
     row: int = -1
+    kv_held: Held | None = None
 
     def tokens(self) -> dict[str, int]:
         """By kind. Of a choice that kept a token:
@@ -70,6 +82,7 @@ class Account:
             "cost_ns": self.cost_ns,
             "tokens": self.tokens(),
             "preemptions": request.num_preemptions,
+            "kv_held": None if self.kv_held is None else self.kv_held._asdict(),
         }
 
 
@@ -81,6 +94,7 @@ class Accounts:
         self.closed_ns: dict[State, int] = dict.fromkeys(State, 0)
         self.num_closed = 0
         self.closed_cost_ns = 0
+        self.held: Callable[[Request], Held] | None = None
         self._book = book
         self._live: dict[Request, Account] = {}
         self._at: dict[int, Account] = {}  # who was last charged for a row
@@ -94,10 +108,14 @@ class Accounts:
 
     def moved(self, timed: Timed, old: State, at_ns: int) -> None:
         """core.timed.Watcher."""
-        self.census.move(old, timed.state, at_ns)
-        if timed.state is State.ENDED:
+        state = timed.state
+        self.census.move(old, state, at_ns)
+        if state is State.ENDED:
             assert isinstance(timed, Request)
             self._close(timed)
+        elif state in _SHORT_OF_BLOCKS and self.held is not None:
+            assert isinstance(timed, Request)
+            self._live[timed].kv_held = self.held(timed)
 
     def enter(self, request: Request, row: int, start: int) -> None:
         """The request takes a row, with KV below `start` valid."""

@@ -146,6 +146,7 @@ class Causes:
     residual_ns: int
     others_prefill_tokens: int = 0
     others_decode_rows: int = 0
+    others_prefill_rows: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -175,6 +176,7 @@ def causes(device_ns: int, rows: Participants, index: int, rates: Rates, padded_
         residual_ns=device_ns - own_ns - prefill_ns - decode_ns - padding_ns - overhead_ns,
         others_prefill_tokens=int(num_new[prefill].sum()),
         others_decode_rows=int(decode.sum()),
+        others_prefill_rows=int(prefill.sum()),
     )
 
 
@@ -183,6 +185,14 @@ def tokens_by_kind(rows: Participants) -> dict[str, int]:
     again = int(rows.num_again.sum())
     decode = int(rows.num_new[rows.is_decode].sum())
     return {"prefill": int(rows.num_new.sum()) - again - decode, "recompute": again, "decode": decode}
+
+
+def kind_of(rows: Participants, index: int) -> str:
+    """What a step did for one of its rows: decode, recompute or prefill."""
+    part = rows.tail[index - rows.lead] if index >= rows.lead else None
+    if part is None or part.is_decode:
+        return "decode"
+    return "recompute" if part.num_again else "prefill"
 
 
 def participants(values: dict[str, list[int]]) -> Participants:

@@ -23,7 +23,7 @@ MAX_LAST = 1000
 _LIVE_STEPS = 120
 _LIVE_REQUESTS = 8
 _OTHERS = ("others_prefill_ns", "others_decode_ns")
-_FOR_TENANTS = ("id", "start", "span_ns", "device_ns", "gaps_ns", "own_cost_ns")
+_FOR_TENANTS = ("id", "start", "kind", "span_ns", "device_ns", "gaps_ns", "own_cost_ns")
 
 
 class LedgerRoutes:
@@ -99,6 +99,7 @@ class LedgerRoutes:
         if mine is None or whole:
             return mine
         mine["slowest_steps"] = [_merged(step) for step in mine["slowest_steps"]]
+        mine["kv_held"] = None
         return dict(mine)
 
 
