@@ -11,6 +11,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
+MAX_API_SERVERS = 64
 LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -118,6 +119,7 @@ class ServerConfig:
     max_input_tokens ...   limits of one request, prompt, output, and both; None: what context and KV pool allow
     tenants, api_key_file  who may ask; without either, anybody may do everything
     public_metrics         /metrics needs no key
+    api_server_count       HTTP processes that share the address and the engine
     """
 
     host: str = "127.0.0.1"
@@ -147,6 +149,7 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
+    api_server_count: int = 1
     log_format: str = "text"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -158,6 +161,8 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise StartError(f"--port must be between 0 and 65535, got {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise StartError(f"--api-server-count must be 1 to {MAX_API_SERVERS}, got {self.api_server_count}")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_input_tokens", "max_output_tokens"):
             _at_least(name, getattr(self, name), 1)
         _at_least("max_total_tokens", self.max_total_tokens, 2)

@@ -6,22 +6,43 @@ import errno
 import ipaddress
 import os
 import socket
+from typing import Any
 
 from steelyard.config import ServerConfig
 from steelyard.errors import StartError
 
 
-def bound(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address; it listens later. Raises StartError."""
+def bound(config: ServerConfig) -> list[socket.socket]:
+    """Sockets bound to the configured address, one a front end; they listen later. Raises StartError.
+
+    Several share the port by SO_REUSEPORT, which a second server of the same user could do too: a socket without it,
+    bound first, finds out whether the port is free.
+    """
+    count = config.api_server_count
     if config.uds is not None:
-        return _unix(config)
+        return [_unix(config)] * count
     try:
         family, kind, proto, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        first = _tcp(family, kind, proto, address, shared=False)
+        if count == 1:
+            return [first]
+        address = first.getsockname()
+        first.close()
+        return [_tcp(family, kind, proto, address, shared=True) for _ in range(count)]
     except OSError as error:
         raise cannot_listen(config, error) from None
+
+
+def _tcp(family: int, kind: int, proto: int, address: Any, shared: bool) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 

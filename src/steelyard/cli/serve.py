@@ -17,28 +17,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import uvloop
 
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
-from steelyard.cli.listening import bound, cannot_listen, is_public, shown_address
+from steelyard.cli.front import Front, tenants_of
+from steelyard.cli.fronts import Fronts
+from steelyard.cli.listening import bound, is_public, shown_address
 from steelyard.cli.options import add_engine_arguments, engine_config
 from steelyard.cli.server_options import add_server_arguments, server_config, with_file
 from steelyard.config import EngineConfig, ServerConfig
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import EngineDead, StartError
 from steelyard.server import logs
-from steelyard.server.app import create_app, make_service
 from steelyard.server.client import EngineClient
-from steelyard.server.lifecycle import DrainingServer
 from steelyard.server.metrics import Metrics
-from steelyard.server.service import Service
-from steelyard.server.tenants import Tenants, load_tenants, read_keys
-from steelyard.text.chat import ChatTemplate
-from steelyard.text.tokenizer import Tokenizer
+from steelyard.server.tenants import Tenants
 from steelyard.wire.channel import ServerSide, new_address, remove_address
 
 LAST_WORDS_S = 0.3
@@ -61,64 +59,64 @@ def run(args: argparse.Namespace) -> int:
     http = server_config(args)
     logs.set_up(http.log_format)
     config = engine_config(args)
-    tenants = _tenants(http)
-    with bound(http) as sock:
+    tenants = tenants_of(http)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(sock) for sock in bound(http)]
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
         if tenants.open and is_public(http):
             log.warning("anybody who reaches %s may use this server: give it --tenants or --api-key-file", http.host)
-        return uvloop.run(_Serving(http, config, checkpoint, sock, tenants).run())
-
-
-def _tenants(http: ServerConfig, server_key: bytes | None = None) -> Tenants:
-    keys = [*http.api_key, *(read_keys(Path(http.api_key_file)) if http.api_key_file else [])]
-    return load_tenants(Path(http.tenants) if http.tenants else None, keys, server_key)
+        return uvloop.run(_Serving(http, config, checkpoint, sockets, tenants).run())
 
 
 class _Serving:
-    """One run of the command: an engine process, a channel to it, and the HTTP server."""
+    """One run of the command: an engine process, a channel to it, and HTTP, here or in several front ends."""
 
     def __init__(
         self,
         config: ServerConfig,
         engine_config: EngineConfig,
         checkpoint: Checkpoint,
-        sock: socket.socket,
+        sockets: Sequence[socket.socket],
         tenants: Tenants,
     ) -> None:
         self._tenants = tenants
         self._config = config
         self._engine_config = engine_config
         self._checkpoint = checkpoint
-        self._sock = sock
-        self._metrics = Metrics()
-        self._tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
-        if not engine_config.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.from_checkpoint(checkpoint)
-            self._template = ChatTemplate(
-                checkpoint.chat_template, self._tokenizer.bos_token, self._tokenizer.eos_token
-            )
-        self._server: DrainingServer | None = None
+        self._sockets = sockets
+        self._front: Front | None = None
+        self._fronts: Fronts | None = None
+        if config.api_server_count == 1:
+            self._front = Front(config, engine_config, checkpoint, tenants)
 
     async def run(self) -> int:
         address = new_address()
         process = start_engine_process(self._engine_config, address)
         side = ServerSide(address)
-        client = EngineClient(side.send, time.monotonic_ns, self._config.stall_limit_s, self._metrics)
+        if self._front is not None:
+            client = self._front.client(side)
+        else:
+            client = EngineClient(side.send, time.monotonic_ns, self._config.stall_limit_s, Metrics())
         try:
             side.start(client.on_messages)
             _watch(process, lambda exit_code: self._engine_ended(client, exit_code))
             await self._wait_until_ready(client)
-            exit_code = await self._serve(client)
+            exit_code = await self._serve(client, address)
         finally:
             client.control("halt")
             side.close()
-            at_once = self._server is not None and self._server.force_exit
+            at_once = self._forced
             was_stuck = await asyncio.to_thread(_end, process, FORCED_EXIT_S if at_once else ENGINE_EXIT_S)
             remove_address(address)
             if self._config.uds is not None:
                 Path(self._config.uds).unlink(missing_ok=True)
         return 1 if was_stuck and not at_once else exit_code
+
+    @property
+    def _forced(self) -> bool:
+        if self._fronts is not None:
+            return self._fronts.force_exit
+        return self._front is not None and self._front.server is not None and self._front.server.force_exit
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
@@ -135,56 +133,29 @@ class _Serving:
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
 
-    async def _serve(self, client: EngineClient) -> int:
-        service = make_service(
-            self._config,
-            client,
-            self._metrics,
-            model_name=self._config.served_model_name or self._checkpoint.name,
-            tokenizer=self._tokenizer,
-            template=self._template,
-            eos_token_ids=self._checkpoint.eos_token_ids,
-            tenants=self._tenants,
-        )
-        if not self._tenants.open:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_tenants_again, service)
-        self._server = DrainingServer(create_app(service), service, self._say_where)
-        try:
-            await self._server.serve(sockets=[self._sock])
-        except OSError as error:
-            raise cannot_listen(self._config, error) from None
-        finally:
-            service.prompts.close()
-            service.close()
-        return self._server.exit_code
-
-    def _read_tenants_again(self, service: Service) -> None:
-        """SIGHUP: the files of keys have changed. A mistake in them changes nothing."""
-        try:
-            tenants = _tenants(self._config, self._tenants.server_key)
-        except StartError as error:
-            log.error("the tenants stay as they were: %s", error.message)
-            return
-        if tenants.open:
-            log.error("the tenants stay as they were: without any key everybody would be an operator")
-            return
-        service.set_tenants(tenants)
-        log.warning("the tenants were read again: %s", ", ".join(tenants.all))
+    async def _serve(self, client: EngineClient, address: str) -> int:
+        if self._front is not None:
+            return await self._front.serve(client, self._sockets[0], self._say_where)
+        key = self._tenants.server_key
+        self._fronts = Fronts(self._config, self._engine_config, self._sockets, address, key)
+        return await self._fronts.run(self._say_where)
 
     def _engine_ended(self, client: EngineClient, exit_code: int) -> None:
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with status {exit_code}"
         why = client.death or f"the engine's process {how}; its log says more"
-        if self._server is None:
-            client.died(why)
+        if self._fronts is not None:
+            self._fronts.engine_died(why, exit_code)
+        elif self._front is not None and self._front.server is not None:
+            self._front.server.engine_died(why, exit_code)
         else:
-            self._server.engine_died(why, exit_code)
+            client.died(why)
 
     def _say_where(self) -> None:
         """The address, and a command that works when pasted."""
-        where, url = shown_address(self._config, self._sock)
+        where, url = shown_address(self._config, self._sockets[0])
         key = "" if self._tenants.open else " -H 'Authorization: Bearer KEY'"
         name = self._config.served_model_name or self._checkpoint.name
-        if self._tokenizer is None:
+        if self._engine_config.skip_tokenizer_init:
             path, body = "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8}
         elif self._checkpoint.chat_template is None:
             path, body = "/v1/completions", {"prompt": "The sea is", "max_tokens": 40}

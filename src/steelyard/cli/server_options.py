@@ -84,6 +84,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (default: its own)")
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes calls (default: by its template)")
     add("--reasoning-parser", choices=REASONING_PARSERS, help="tell thinking apart (default: by its template)")
+    add("--api-server-count", type=int, metavar="N", help="HTTP processes on the one address (default: 1)")
     add("--log-format", choices=LOG_FORMATS, help="of what this process logs (default: text)")
     add(
         "--stall-limit",

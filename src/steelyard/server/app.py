@@ -39,6 +39,7 @@ from steelyard.server.routes.responses import ResponseRoutes, responses
 from steelyard.server.routes.tokenize import detokenize, tokenize
 from steelyard.server.service import Service, SpanLog
 from steelyard.server.tenants import Tenants, load_tenants
+from steelyard.server.usage import Usage
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.text.tools import FORMATS, ToolFormat, detect_format
@@ -55,6 +56,7 @@ def make_service(
     template: ChatTemplate | None,
     eos_token_ids: frozenset[int] = frozenset(),
     tenants: Tenants | None = None,
+    usage: Usage | None = None,
     clock_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Service:
     """The shared state of a server whose engine is ready. Without a tokenizer: token ids in, token ids out."""
@@ -76,6 +78,7 @@ def make_service(
         clock_ns=clock_ns,
         created_s=int(time.time()),
         spans=load_spans(config.otlp_traces_endpoint, model_name, clock_ns),
+        usage=usage,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,6 +37,14 @@ class Counter:
         assert len(labels) == len(self.label_names), f"{self.name} has the labels {self.label_names}"
         self.values[labels] = self.values.get(labels, 0) + amount
 
+    def snapshot(self) -> Any:
+        """Plain values, for `merge` in another process."""
+        return [[list(labels), value] for labels, value in self.values.items()]
+
+    def merge(self, snapshot: Any) -> None:
+        for labels, value in snapshot:
+            self.add(value, *labels)
+
     def lines(self, common: str) -> list[str]:
         lines = _head(self.name, self.help, "counter")
         for labels, value in self.values.items():
@@ -57,6 +66,15 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+    def snapshot(self) -> Any:
+        """Plain values, for `merge` in another process."""
+        return [self.counts, self.sum]
+
+    def merge(self, snapshot: Any) -> None:
+        counts, total = snapshot
+        self.counts = [mine + other for mine, other in zip(self.counts, counts, strict=True)]
+        self.sum += total
 
     def lines(self, common: str) -> list[str]:
         lines = _head(self.name, self.help, "histogram")

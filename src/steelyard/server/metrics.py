@@ -7,6 +7,7 @@ model_name, as dashboards expect. The set of names is the same under every flag:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from steelyard.core.timed import State
 from steelyard.server.exposition import Counter, Histogram, Labels, counter_lines, gauge_line, gauge_lines, label_text
@@ -107,6 +108,15 @@ class Metrics:
         """Add one HTTP request's ledger to the totals."""
         for state, amount_ns in buckets_ns.items():
             self.request_ns.add(amount_ns / NS, state, tenant)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is counted, as plain values for `add` in another process."""
+        return {name: family.snapshot() for name, family in vars(self).items()}
+
+    def add(self, snapshot: Mapping[str, Any]) -> None:
+        """Count what another process has counted on top."""
+        for name, counted in snapshot.items():
+            getattr(self, name).merge(counted)
 
     def page(self, model_name: str, info: Ready | None, status: Status | None, unhealthy: str | None) -> str:
         """The whole page, newline at its end."""

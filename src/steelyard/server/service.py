@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from steelyard.server.response_store import ResponseStore
 from steelyard.server.structured import grammar_of
 from steelyard.server.tenants import Tenant, Tenants
 from steelyard.server.terms import Terms
+from steelyard.server.usage import Usage
 from steelyard.text.tools import ToolFormat
 from steelyard.wire.messages import Ready
 
@@ -38,6 +39,10 @@ class SpanLog(Protocol):
     def close(self) -> None: ...
 
 
+async def _nobody(what: str, value: Any) -> list[Any]:
+    return []
+
+
 @dataclass(slots=True)
 class Service:
     """The server's shared state.
@@ -47,6 +52,8 @@ class Service:
     splits_reasoning  what it thinks between marks is told apart from what it says
     draining       True from the first signal to stop: what runs goes on, nothing new is taken
     num_in_flight  HTTP requests for tokens that have not been answered to the end
+    usage          counts of what is served, shared with the other front ends if there are any
+    ask_others     what the other front ends answer to a question (see `siblings`); nothing where there are none
     """
 
     config: ServerConfig
@@ -60,6 +67,7 @@ class Service:
     eos_token_ids: frozenset[int]
     clock_ns: Callable[[], int]
     created_s: int
+    usage: Usage | None = None
     admission: Admission = field(init=False)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     ledgers: Ledgers = field(init=False)
@@ -67,11 +75,14 @@ class Service:
     draining: bool = False
     num_in_flight: int = 0
     spans: SpanLog | None = None
+    ask_others: Callable[[str, Any], Awaitable[list[Any]]] = _nobody
 
     def __post_init__(self) -> None:
         self.ledgers = Ledgers(self.config.ledger_log)
         self.responses = ResponseStore(self.clock_ns)
-        self.admission = Admission(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens, self.clock_ns)
+        config = self.config
+        limits = (config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.admission = Admission(*limits, self.clock_ns, self.usage)
 
     def close_account(self, account: Account) -> None:
         """Its request is over, here and in the engine; the account is final and goes to all who keep them."""
@@ -87,6 +98,16 @@ class Service:
         self.ledgers.close()
         if self.spans is not None:
             self.spans.close()
+
+    async def all_metrics(self) -> Metrics:
+        """What this process and the other front ends have counted."""
+        others = await self.ask_others("metrics", None)
+        if not others:
+            return self.metrics
+        total = Metrics()
+        for snapshot in (self.metrics.snapshot(), *others):
+            total.add(snapshot)
+        return total
 
     def check_admits(self) -> None:
         """Raises ShuttingDown or EngineDead if a new request cannot be taken."""

@@ -31,5 +31,6 @@ class Health:
         service, client = self._service, self._service.client
         if not service.config.public_metrics:
             check_operator(request.state.tenant)
-        page = service.metrics.page(service.model_name, client.info, client.status, service.unhealthy())
+        metrics = await service.all_metrics()
+        page = metrics.page(service.model_name, client.info, client.status, service.unhealthy())
         return Response(page, media_type=None, headers={"content-type": CONTENT_TYPE})

@@ -22,6 +22,7 @@ from steelyard.server.tenants import Tenant, check_operator
 MAX_LAST = 1000
 _LIVE_STEPS = 120
 _LIVE_REQUESTS = 8
+_LIVE_RECENT = 200
 _OTHERS = ("others_prefill_ns", "others_decode_ns")
 _FOR_TENANTS = ("id", "start", "kind", "span_ns", "device_ns", "gaps_ns", "own_cost_ns")
 
@@ -33,16 +34,17 @@ class LedgerRoutes:
         self._service = service
 
     async def requests(self, request: Request) -> Response:
-        found = self._service.ledgers.last(_last(request), _scope(request), bool(request.query_params.get("slowest")))
-        return json_response({"requests": [brief(record) for record in found]})
+        found = await self._found(_last(request), _scope(request), bool(request.query_params.get("slowest")))
+        return json_response({"requests": found})
 
     async def request(self, request: Request) -> Response:
         """The final account of one request, with what made its slowest steps slow. Raises NotFound."""
         id, only = request.path_params["id"], _scope(request)
         record = self._service.ledgers.get(id, only)
-        if record is None:
+        found = [as_json(record)] if record is not None else await self._service.ask_others("request", [id, only])
+        if not found:
             raise NotFound(f"request {id[:200]!r} is not among the last ones that have ended")
-        answer = as_json(record)
+        answer = found[0]
         if self._service.client.death is None:
             for choice in answer["choices"]:
                 choice["engine"] = await self._engine_side(choice, only is None)
@@ -76,21 +78,32 @@ class LedgerRoutes:
             "model": service.model_name,
             "tenant": tenant.label,
             "operator": tenant.operator,
-            "slowest": [brief(r) for r in service.ledgers.last(_LIVE_REQUESTS, only, slowest=True)],
-            "recent": [brief(r) for r in service.ledgers.last(MAX_LAST, only)][-200:],
+            "slowest": await self._found(_LIVE_REQUESTS, only, True),
+            "recent": await self._found(_LIVE_RECENT, only, False),
         }
         if tenant.operator and service.client.death is None:
-            status = service.client.status
+            status, metrics = service.client.status, await service.all_metrics()
             answer |= {
                 "status": {name: getattr(status, name) for name in status.__struct_fields__} if status else None,
-                "accounts_s": {"/".join(labels): v for labels, v in service.metrics.request_ns.values.items() if v},
-                "ttft": _histogram(service.metrics.ttft),
-                "itl": _histogram(service.metrics.itl),
+                "accounts_s": {"/".join(labels): v for labels, v in metrics.request_ns.values.items() if v},
+                "ttft": _histogram(metrics.ttft),
+                "itl": _histogram(metrics.itl),
                 "blocks": await service.client.ask("blocks"),
                 "steps": await service.client.ask(f"steps {_LIVE_STEPS}"),
                 "running": (await service.client.ask("requests"))[:_LIVE_REQUESTS],
             }
         return json_response(answer)
+
+    async def _found(self, count: int, only: str | None, slowest: bool) -> list[dict[str, Any]]:
+        """As `Ledgers.last`, of all front ends: oldest first, or slowest first."""
+        own = [brief(record) for record in self._service.ledgers.last(count, only, slowest)]
+        others = await self._service.ask_others("requests", [count, only, slowest])
+        if not others:
+            return own
+        found = own + [record for records in others for record in records]
+        if slowest:
+            return sorted(found, key=lambda r: -int(r["total_ns"]))[:count]
+        return sorted(found, key=lambda r: r["started_s"] + r["total_ns"] / 1e9)[-count:]
 
     async def _engine_side(self, choice: dict[str, Any], whole: bool) -> dict[str, Any] | None:
         """What the engine says of a choice now that it has let go of it, or None if it has forgotten."""

@@ -22,6 +22,7 @@ from steelyard.server.exchange import Exchange
 from steelyard.server.protocol import Message, unsupported_fields
 from steelyard.server.protocol_responses import ResponsesBody, as_chat, in_our_names, turns_of
 from steelyard.server.response_items import Event, Output
+from steelyard.server.response_store import Kept, ResponseNotFound
 from steelyard.server.responses import json_response
 from steelyard.server.routes.chat import conversation
 from steelyard.server.run import Chunk, Run
@@ -37,7 +38,7 @@ async def responses(exchange: Exchange, raw: bytes) -> None:
     body = exchange.decode(_DECODER, raw, _UNSUPPORTED)
     turns = turns_of(body.input)
     if body.previous_response_id is not None:
-        kept = service.responses.get(exchange.tenant.name, body.previous_response_id, "previous_response_id")
+        kept = await _kept(service, exchange.tenant.name, body.previous_response_id, "previous_response_id")
         turns = [*kept.turns, *turns]
     try:
         async with conversation(exchange, as_chat(body, turns)) as (run, dialogue):
@@ -47,6 +48,16 @@ async def responses(exchange: Exchange, raw: bytes) -> None:
         raise in_our_names(error) from None
 
 
+async def _kept(service: Service, tenant: str, id: str, param: str | None = None) -> Kept:
+    """Here, or at another front end. Raises ResponseNotFound."""
+    try:
+        return service.responses.get(tenant, id, param)
+    except ResponseNotFound:
+        for turns, answer in await service.ask_others("response", [tenant, id]):
+            return Kept(msgspec.convert(turns, tuple[Message, ...]), answer, 0, 0)
+        raise
+
+
 class ResponseRoutes:
     """Handlers of what is kept, over one service. All raise ResponseNotFound."""
 
@@ -54,12 +65,16 @@ class ResponseRoutes:
         self._service = service
 
     async def get(self, request: Request) -> Response:
-        kept = self._service.responses.get(request.state.tenant.name, request.path_params["id"])
+        kept = await _kept(self._service, request.state.tenant.name, request.path_params["id"])
         return Response(kept.answer, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        self._service.responses.delete(request.state.tenant.name, id)
+        try:
+            self._service.responses.delete(request.state.tenant.name, id)
+        except ResponseNotFound:
+            if not await self._service.ask_others("forget_response", [request.state.tenant.name, id]):
+                raise
         return json_response({"id": id, "object": "response", "deleted": True})
 
 

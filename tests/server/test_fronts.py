@@ -1,0 +1,224 @@
+"""Several front ends on one port: whichever answers, limits, metrics and ledgers are those of the whole server.
+
+Who has which connection is read from /proc, as Linux has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from steelyard.server.tenants import hash_key
+from tests import tiny_model
+from tests.cases.rig import Server, wait_for
+
+OPERATOR = {"authorization": "Bearer sk-operator"}
+TENANT = {"authorization": "Bearer sk-acme"}
+SLOW = {"prompt": [5, 6], "max_tokens": 1900, "stream": True, "ignore_eos": True}
+HELD = "steelyard:kv_blocks{active}"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """A server of two front ends whose steps take 20 ms; its log is beside its model."""
+    folder = tmp_path_factory.mktemp("fronts")
+    model = tiny_model.write(folder / "tiny")
+    script = folder / "script.json"
+    script.write_text(json.dumps({"eos_token_id": 2, "default": [40] * 1900, "step_ms": 20}))
+    tenants = folder / "tenants.toml"
+    tenants.write_text(f'[[tenant]]\nname = "acme"\nkeys = ["{hash_key("sk-acme")}"]\nmax_concurrent_requests = 6\n')
+    started: list[Server] = []
+
+    def start_one() -> Server:
+        keys = ["--tenants", str(tenants), "--api-key", "sk-operator"]
+        flags = ["--api-server-count", "2", "--script", str(script), "--shutdown-timeout", "1", *keys]
+        started.append(Server(model, flags, folder / f"{len(started)}.log", key="sk-operator"))
+        return started[-1]
+
+    yield start_one
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start()
+
+
+def fronts(server: Server) -> list[int]:
+    """Process ids of the front ends; the engine is the other child."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"steelyard.cli.front" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def engine(server: Server) -> int:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    [pid] = set(map(int, children)) - set(fronts(server))
+    return pid
+
+
+def anew(
+    server: Server, method: str, path: str, headers: dict[str, str] = OPERATOR, body: Any = None
+) -> httpx.Response:
+    """On a connection of its own: the kernel chooses the front end."""
+    return httpx.request(method, server.url + path, headers=headers, json=body, timeout=20)
+
+
+def owner(server: Server, sock: socket.socket) -> int:
+    """Which front end has the other end of a connection."""
+    port = sock.getsockname()[1]
+    with open("/proc/net/tcp") as table:
+        [inode] = [c[9] for c in map(str.split, table) if c[2].endswith(f":{port:04X}") and c[1] != c[2]]
+    for pid in fronts(server):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if os.readlink(fd) == f"socket:[{inode}]":
+                    return pid
+            except FileNotFoundError:
+                continue
+    raise AssertionError("nobody has the connection")
+
+
+def hold(server: Server, pid: int | None = None) -> socket.socket:
+    """A stream of `acme` that runs on, at front end `pid` if one is named."""
+    raw = json.dumps(SLOW).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-acme\r\nContent-Length: {len(raw)}\r\n"
+    )
+    for _ in range(200):
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        wait_for(lambda: any(owner_or_none(server, sock)), 5, lambda: "nobody accepts")  # noqa: B023
+        if pid is None or owner(server, sock) == pid:
+            sock.sendall(head.encode() + b"\r\n" + raw)
+            sock.settimeout(20)
+            assert sock.recv(15) == b"HTTP/1.1 200 OK"
+            return sock
+        sock.close()
+    raise AssertionError("no connection came to that front end")
+
+
+def owner_or_none(server: Server, sock: socket.socket) -> Iterator[int]:
+    try:
+        yield owner(server, sock)
+    except (AssertionError, ValueError):
+        return
+
+
+def test_whichever_front_end_answers_it_speaks_for_all(server: Server) -> None:
+    ids: list[str] = []
+    by_hand = fronts(server) * 2
+    for pid in by_hand:
+        hold(server, pid).close()
+    for _ in range(12):
+        answer = anew(server, "POST", "/v1/completions", TENANT, {"prompt": [5], "max_tokens": 2}).json()
+        ids.append(answer["id"])
+    server.check_idle()
+    labels = 'endpoint="/v1/completions",status="200"'
+    for _ in range(8):
+        page = anew(server, "GET", "/metrics").text
+        responses = f'steelyard:http_responses_total{{model_name="tiny",{labels}}} {1 + len(by_hand) + len(ids)}'
+        assert responses in page
+        listed = anew(server, "GET", "/ledger/requests?last=100", TENANT).json()["requests"]
+        assert set(ids) <= {record["id"] for record in listed}
+        assert len(listed) == len(ids) + len(by_hand)
+        ends = [record["started_s"] + record["total_ns"] / 1e9 for record in listed]
+        assert ends == sorted(ends)
+    for id in ids:
+        found = anew(server, "GET", f"/ledger/requests/{id}", TENANT)
+        assert (found.status_code, found.json()["id"]) == (200, id)
+    assert anew(server, "GET", "/ledger/requests/nothing").status_code == 404
+
+
+def test_a_kept_response_is_found_and_forgotten_by_every_front_end(server: Server) -> None:
+    body = {"input": "hello", "max_output_tokens": 2}
+    first = anew(server, "POST", "/v1/responses", TENANT, body).json()
+    for _ in range(6):
+        assert anew(server, "GET", f"/v1/responses/{first['id']}", TENANT).json() == first
+        later = anew(server, "POST", "/v1/responses", TENANT, {**body, "previous_response_id": first["id"]})
+        assert later.status_code == 200, later.text
+        assert later.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+        assert anew(server, "GET", f"/v1/responses/{first['id']}").status_code == 404
+    assert anew(server, "DELETE", f"/v1/responses/{first['id']}", TENANT).status_code == 200
+    assert [anew(server, "GET", f"/v1/responses/{first['id']}", TENANT).status_code for _ in range(6)] == [404] * 6
+
+
+def test_a_limit_is_that_of_all_and_a_killed_front_end_gives_back_what_it_held(server: Server) -> None:
+    first, second = fronts(server)
+    held = [hold(server, pid) for pid in (first, first, first, second, second, second)]
+    for _ in range(8):
+        refused = anew(server, "POST", "/v1/completions", TENANT, {"prompt": [5], "max_tokens": 2})
+        assert refused.status_code == 429
+        assert "6 requests are being served, the limit is 6" in refused.json()["error"]["message"]
+    counted = server.metrics()["vllm:admission_rejections_total{rate_limit_exceeded}"]
+    assert counted == 8
+    time.sleep(1.2)  # what is counted is remembered once a second
+    os.kill(first, signal.SIGKILL)
+    server.http.close()  # one of its connections may be of the dead one
+    server.http = httpx.Client(base_url=server.url, headers=OPERATOR, timeout=60)
+    wait_for(lambda: first not in fronts(server) and len(fronts(server)) == 2, 20, lambda: "it is not started again")
+    for sock in held[:3]:
+        assert read_to_end(sock) is not None
+    wait_for(lambda: anew(server, "GET", "/metrics").text.count("vllm:num_requests_running") > 0, 20, lambda: "silent")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 3, 20, lambda: "its requests still run")
+    for _ in range(6):
+        assert anew(server, "POST", "/v1/completions", TENANT, {"prompt": [5], "max_tokens": 2}).status_code == 200
+    assert server.metrics()["vllm:admission_rejections_total{rate_limit_exceeded}"] >= counted
+    for sock in held[3:]:
+        assert sock.recv(10)
+        sock.close()
+    server.check_idle()
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """What comes until the connection ends, in whatever way; never the end of a whole stream."""
+    data = b""
+    try:
+        while more := sock.recv(65536):
+            data += more
+    except ConnectionError:
+        pass
+    assert b"[DONE]" not in data
+    return data
+
+
+def test_sigterm_drains_every_front_end_and_what_is_left_gets_an_error(server: Server) -> None:
+    held = [hold(server, pid) for pid in fronts(server)]
+    server.process.send_signal(signal.SIGTERM)
+    for sock in held:
+        assert b"shut down" in read_to_end(sock)
+    assert server.process.wait(20) == 0
+    assert subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True).stdout == b""
+
+
+@pytest.mark.slow
+def test_the_engines_death_is_said_by_every_front_end_and_ends_all(start: Callable[..., Server]) -> None:
+    server = start()
+    held = [hold(server, pid) for pid in fronts(server)]
+    os.kill(engine(server), signal.SIGKILL)
+    with ThreadPoolExecutor(len(held)) as pool:
+        ends = list(pool.map(read_to_end, held))
+    assert all(b"killed by signal 9" in data for data in ends)
+    assert server.process.wait(20) == 1
+
+
+@pytest.mark.slow
+def test_a_front_end_that_cannot_start_again_ends_the_server(start: Callable[..., Server]) -> None:
+    server = start()
+    victim, other = fronts(server)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: set(fronts(server)) - {victim, other} != set(), 20, lambda: "it is not started again")
+    [again] = set(fronts(server)) - {victim, other}
+    os.kill(again, signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    assert "the server ends" in server.log.read_text()
