@@ -85,7 +85,8 @@ class FakeEngine:
             case Resume():
                 self.paused.discard(message.id)
             case Ask():
-                self.loop.call_soon(self.say, Answer(message.id, {"what": message.what}))
+                value = [] if message.what == "requests" else {"what": message.what}
+                self.loop.call_soon(self.say, Answer(message.id, value))
 
     def say(self, *messages: FromEngine) -> None:
         assert self.client is not None

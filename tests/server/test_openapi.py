@@ -6,20 +6,34 @@ import json
 import re
 from typing import Any
 
+from steelyard.server.app import create_app
 from tests.server.served import Served
+
+
+def test_the_document_has_every_route_and_no_other(served: Served) -> None:
+    routes = create_app(served.service)._app.routes  # type: ignore[attr-defined]
+    served_there = {
+        (method.lower(), re.sub(r":\w+}", "}", route.path)) for route in routes for method in route.methods - {"HEAD"}
+    }
+    paths = served.http.get("/openapi.json").json()["paths"]
+    assert {(method, path) for path, methods in paths.items() for method in methods} == served_there
 
 
 def test_every_reference_resolves_and_every_route_answers_as_described(served: Served) -> None:
     document = served.http.get("/openapi.json").json()
     names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert names <= set(document["components"]["schemas"])
-    assert {"ChatBody", "CompletionBody", "ErrorBody", "Tool"} <= set(document["components"]["schemas"])
+    assert {"ChatBody", "CompletionBody", "ErrorBody", "Tool", "ChatAnswer"} <= set(document["components"]["schemas"])
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(ids) == len(set(ids))
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
+            path = path.replace("{id}", "1").replace("{name}", "live.js")
             response = served.http.request(method, path, json={} if method == "post" else None)
             described = operation["responses"].get(str(response.status_code), operation["responses"]["default"])
-            assert response.headers["content-type"].split(";")[0] in described["content"], path
-            assert served.http.request("DELETE", path).status_code == 405
+            kind = response.headers["content-type"].split(";")[0]
+            assert {kind, "*/*"} & set(described["content"]), path
+            assert served.http.request("PUT", path).status_code == 405
 
 
 def test_fields_and_limits_come_from_the_structs(served: Served) -> None:
@@ -34,7 +48,14 @@ def test_fields_and_limits_come_from_the_structs(served: Served) -> None:
 def test_the_page_names_every_field_and_asks_no_other_host(served: Served) -> None:
     response = served.http.get("/docs")
     assert response.headers["content-type"].startswith("text/html")
-    for name in ("structured_outputs", "tool_choice", "max_completion_tokens", "POST /v1/chat/completions"):
+    named = (
+        "structured_outputs",
+        "tool_choice",
+        "POST /v1/chat/completions",
+        "DELETE /v1/responses/{id}",
+        "ChatAnswer",
+    )
+    for name in named:
         assert name in response.text
     assert "src=" not in response.text
     assert not re.search(r"https?://", response.text)

@@ -127,8 +127,7 @@ def create_app(service: Service) -> ASGIApp:
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
             Route("/v1/models", models.all),
             Route("/v1/models/{id:path}", models.one),
-            Route("/v1/responses/{id}", kept.get),
-            Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}", kept.one, methods=["GET", "DELETE"]),
             Route("/version", models.version),
             Route("/openapi.json", docs.document),
             Route("/docs", docs.page),
@@ -138,7 +137,7 @@ def create_app(service: Service) -> ASGIApp:
             *(Route(path, handler) for path, handler in ledger_routes(service).items()),
             Route("/reset_prefix_cache", operate.reset_prefix_cache, methods=["POST"]),
         ],
-        exception_handlers={HTTPException: _router_error, SteelyardError: _our_error},
+        exception_handlers={HTTPException: _router_error, SteelyardError: _our_error, Exception: _fault},
     )
     return Edge(router, service, endpoints)
 
@@ -170,6 +169,11 @@ async def _router_error(request: Request, error: Exception) -> Response:
     ours = SteelyardError(f"{where}: {error.detail}")
     ours.status = error.status_code
     return error_response(ours)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """A mistake of ours; the router logs it after this."""
+    return error_response(SteelyardError("the server failed; the fault is in its log"))
 
 
 async def _our_error(request: Request, error: Exception) -> Response:

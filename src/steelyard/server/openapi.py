@@ -1,4 +1,4 @@
-"""The API as an OpenAPI 3.1 document, made from the structs that bodies are decoded with; nothing is written twice."""
+"""The API as an OpenAPI 3.1 document, made from a table of operations and their structs; nothing is written twice."""
 
 from __future__ import annotations
 
@@ -6,52 +6,23 @@ from typing import Any
 
 import msgspec
 
-from steelyard.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from steelyard.server import answers
+from steelyard.server.operations import OPERATIONS, Operation
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 
-POSTS: dict[str, tuple[type, str]] = {
-    "/v1/chat/completions": (ChatBody, "Answer a conversation, whole or as a stream of events."),
-    "/v1/completions": (CompletionBody, "Go on with a text or token ids, whole or as a stream of events."),
-    "/tokenize": (TokenizeBody, "Token ids of a text or a conversation."),
-    "/detokenize": (DetokenizeBody, "The text of token ids."),
-}
-"""Routes that take a body: its struct, and what they do."""
-
-GETS: dict[str, str] = {
-    "/v1/models": "What is served here.",
-    "/version": "The server's version.",
-    "/health": "200 while a token can be made, else 503 with the reason.",
-    "/live": "200 while the process answers.",
-    "/metrics": "Prometheus' text format.",
-}
-
-
-class ApiError(msgspec.Struct):
-    """`param` is the path of the field at fault, `code` a word for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct):
-    error: ApiError
-
 
 def document(version: str) -> dict[str, Any]:
     """The whole document, of JSON's own types."""
-    bodies = [body for body, _ in POSTS.values()]
-    (*refs, error), components = msgspec.json.schema_components([*bodies, ErrorBody], ref_template=_REF)
-    failed = {"description": "An error, in OpenAI's shape.", "content": {_JSON: {"schema": error}}}
-    paths: dict[str, Any] = {path: {"get": _operation(what, failed, path)} for path, what in GETS.items()}
-    for (path, (_, what)), ref in zip(POSTS.items(), refs):
-        operation = _operation(what, failed, path, streams=path.startswith("/v1/"))
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": ref}}}
-        paths[path] = {"post": operation}
+    used = [kind for op in OPERATIONS for kind in (op.takes, op.gives) if isinstance(kind, type)]
+    structs = list(dict.fromkeys([*used, answers.ErrorBody, answers.UnavailableAnswer]))
+    found, components = msgspec.json.schema_components(structs, ref_template=_REF)
+    refs = dict(zip(structs, found))
+    paths: dict[str, Any] = {}
+    for op in OPERATIONS:
+        paths.setdefault(op.path, {})[op.method] = _operation(op, refs)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Steelyard", "version": version, "description": "An LLM inference server."},
@@ -64,15 +35,28 @@ def document(version: str) -> dict[str, Any]:
     }
 
 
-def _operation(what: str, failed: dict[str, Any], path: str, streams: bool = False) -> dict[str, Any]:
-    kind = "text/plain" if path == "/metrics" else _JSON
-    content: dict[str, Any] = {kind: {}}
-    if streams:
+def _operation(op: Operation, refs: dict[type, Any]) -> dict[str, Any]:
+    kind = op.gives if isinstance(op.gives, str) else _JSON
+    content: dict[str, Any] = {kind: {"schema": refs[op.gives]} if isinstance(op.gives, type) else {}}
+    if op.streams:
         content[_EVENTS] = {}
-    answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}, "default": failed}
-    if path == "/health":
-        answers["503"] = {"description": "No token can be made now; `reason` says why.", "content": {_JSON: {}}}
-    return {"summary": what, "operationId": path.strip("/").replace("/", "_"), "responses": answers}
+    failed = {"description": "An error, in OpenAI's shape.", "content": {_JSON: {"schema": refs[answers.ErrorBody]}}}
+    found: dict[str, Any] = {
+        "summary": op.what,
+        "operationId": f"{op.method}_{op.path.strip('/').translate(_NAMES)}",
+        "responses": {"200": {"description": "The answer.", "content": content}, "default": failed},
+    }
+    if op.path == "/health":
+        why = {"schema": refs[answers.UnavailableAnswer]}
+        found["responses"]["503"] = {"description": "No token can be made now.", "content": {_JSON: why}}
+    if op.parameters:
+        found["parameters"] = list(op.parameters)
+    if op.takes is not None:
+        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": refs[op.takes]}}}
+    return found
+
+
+_NAMES = str.maketrans({"/": "_", ".": "_", "{": None, "}": None})
 
 
 def page(found: dict[str, Any]) -> str:
@@ -81,10 +65,18 @@ def page(found: dict[str, Any]) -> str:
     for path, methods in found["paths"].items():
         for method, operation in methods.items():
             parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{_escaped(operation['summary'])}</p>")
-            body = operation.get("requestBody")
-            if body is not None:
-                name = body["content"][_JSON]["schema"]["$ref"].rsplit("/", 1)[1]
-                parts.append(_fields(found["components"]["schemas"][name]))
+            schemas = found["components"]["schemas"]
+            parts += [f"<p>{_parameter(one)}</p>" for one in operation.get("parameters", ())]
+            for title, kept in (("takes", operation.get("requestBody")), ("gives", operation["responses"]["200"])):
+                schema = (kept or {}).get("content", {}).get(_JSON, {}).get("schema")
+                if schema is not None:
+                    parts.append(f"<h3>{title}</h3>{_fields(schemas[_kind(schema)])}")
+    parts.append("<h2>Parts</h2>")
+    for name, schema in found["components"]["schemas"].items():
+        if "properties" in schema:
+            parts.append(
+                f'<h3 id="{name}">{name}</h3><p>{_escaped(schema.get("description", ""))}</p>{_fields(schema)}'
+            )
     return "".join(parts)
 
 
@@ -96,6 +88,10 @@ def _fields(schema: dict[str, Any]) -> str:
         if _kind(field) != "null"
     ]
     return f"<table>{''.join(rows)}</table>"
+
+
+def _parameter(one: dict[str, Any]) -> str:
+    return f"<code>{one['name']}</code> in the {one['in']}: {_escaped(_kind(one['schema']))}"
 
 
 def _kind(schema: dict[str, Any]) -> str:

@@ -145,6 +145,6 @@ def _scope(request: Request) -> str | None:
 def _last(request: Request) -> int:
     """Raises InvalidRequest."""
     text = request.query_params.get("last", "100")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LAST):
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= MAX_LAST):
         raise InvalidRequest(f"last: must be a number between 1 and {MAX_LAST}, got {text[:50]!r}", param="last")
     return int(text)

@@ -64,16 +64,15 @@ class ResponseRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def get(self, request: Request) -> Response:
-        kept = await _kept(self._service, request.state.tenant.name, request.path_params["id"])
-        return Response(kept.answer, media_type="application/json")
-
-    async def delete(self, request: Request) -> Response:
-        id = request.path_params["id"]
+    async def one(self, request: Request) -> Response:
+        service, tenant, id = self._service, request.state.tenant.name, request.path_params["id"]
+        if request.method != "DELETE":
+            kept = await _kept(service, tenant, id)
+            return Response(kept.answer, media_type="application/json")
         try:
-            self._service.responses.delete(request.state.tenant.name, id)
+            service.responses.delete(tenant, id)
         except ResponseNotFound:
-            if not await self._service.ask_others("forget_response", [request.state.tenant.name, id]):
+            if not await service.ask_others("forget_response", [tenant, id]):
                 raise
         return json_response({"id": id, "object": "response", "deleted": True})
 
