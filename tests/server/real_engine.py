@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -41,13 +42,16 @@ class RealEngine:
     answers  what the engine says, before the client hears it
     """
 
-    def __init__(self, *, faults: Faults | None = None, **caps: Any) -> None:
+    def __init__(
+        self, *, faults: Faults | None = None, clock_ns: Callable[[], int] = time.monotonic_ns, **caps: Any
+    ) -> None:
         self.caps = replace(CAPS, **caps)
         self.delay: Callable[[StepPlan], None] = lambda plan: None
-        runner = ScriptedRunner(self.caps, Script(2, (40, 41, 42) * 200), delay=lambda plan: self.delay(plan))
+        script, delay = Script(2, (40, 41, 42) * 200), lambda plan: self.delay(plan)
+        runner = ScriptedRunner(self.caps, script, delay=delay, clock=clock_ns)
         cache = CacheManager(self.caps, True)
         scheduler = Scheduler(self.caps, cache, SchedulerOptions(), faults=faults)
-        self.engine = Engine(runner, cache, scheduler, EngineOptions("tiny", frozenset({2})))
+        self.engine = Engine(runner, cache, scheduler, EngineOptions("tiny", frozenset({2})), clock_ns=clock_ns)
         self.client: EngineClient | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._stepping = False
