@@ -13,6 +13,7 @@ from steelyard.bench.gates import label_of
 from steelyard.bench.record import ClientStats, RequestRecord, Slo, Usage
 from steelyard.bench.scrape import Sample, ServerSide, parse, values_of
 from steelyard.bench.session import RunOptions, Work, make_report
+from steelyard.bench.text_prompts import as_text
 from steelyard.bench.workload import PlannedRequest
 from tests.bench.rig import FakeServer, plan, run_load
 
@@ -234,3 +235,29 @@ def test_cached_and_computed_input_are_apart() -> None:
     whole = report_of(FakeServer(cached_tokens=6), plan(600, shared_len=6))["summary"]["windows"]["whole run"]
     assert whole["input_cached_tokens_per_s"] == pytest.approx(0.75 * whole["input_tokens_per_s"])
     assert Usage(cached_tokens=None).cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("page", "outcome"),
+    [
+        ('steelyard:config_info{check_invariants="True",dtype="bfloat16"} 1', "fail"),
+        ('steelyard:config_info{check_invariants="False",dtype="bfloat16"} 1', "pass"),
+        ("vllm:num_requests_running 0", "not checked"),
+    ],
+)
+def test_a_server_that_watches_itself_is_not_compared_with_one_that_does_not(page: str, outcome: str) -> None:
+    report = report_of(FakeServer(), side=metrics(page, page))
+    assert gate(report, "instruments")["outcome"] == outcome
+    assert report["valid"] == (outcome != "fail")
+
+
+def test_a_client_that_counts_with_another_tokenizer_is_caught_by_the_servers_own_count() -> None:
+    """The client counts words, the server characters: the client's own count finds every prompt exact."""
+
+    def words(text: str) -> int:
+        return len(text.split())
+
+    requests = as_text(plan(100), words, 0, "n")
+    assert all(r.text is not None and words(r.text) == len(r.prompt_ids) for r in requests)
+    report = report_of(FakeServer(), requests)
+    assert not report["valid"] and gate(report, "prompt length")["outcome"] == "fail"

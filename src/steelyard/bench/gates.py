@@ -44,6 +44,7 @@ class Facts:
 
     floor_tpot_ms  the shortest time a token can take by the device's datasheet, from plan
     cache          "cold", or the share of prompt tokens that is declared to be cached
+    instruments    settings of the server that slow it to watch it, by its own word
     """
 
     summary: Json
@@ -64,6 +65,7 @@ class Facts:
     in_flight_t: float | None = None
     warmed_up: bool | None = None
     early_ttft_ratio: float | None = None
+    instruments: Sequence[str] | None = None
 
 
 def judge(facts: Facts) -> list[Gate]:
@@ -283,6 +285,18 @@ def _wall(facts: Facts) -> Gate:
     return Gate("clocks", "warn" if step > WALL_STEP_LIMIT_MS else "pass", text)
 
 
+def _instruments(facts: Facts) -> Gate:
+    """Checks, profilers and request logs cost time in one server and not in the next."""
+    name = "instruments"
+    if facts.instruments is None:
+        return Gate(name, "not checked", "the server does not say what it runs with")
+    if facts.instruments:
+        return Gate(
+            name, "fail", f"the server ran with {', '.join(facts.instruments)} on: it is slower for it", "INVALID"
+        )
+    return Gate(name, "pass", "the server ran without checks, profiler and request log")
+
+
 GATES: tuple[Callable[[Facts], Gate], ...] = (
     _floor,
     _failures,
@@ -302,4 +316,5 @@ GATES: tuple[Callable[[Facts], Gate], ...] = (
     _chunks,
     _samples,
     _wall,
+    _instruments,
 )

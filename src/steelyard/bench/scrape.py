@@ -85,6 +85,19 @@ def labelled(page: Page, name: str, label: str) -> dict[str, float]:
     return found
 
 
+INSTRUMENTS = ("check_invariants", "profile", "enable_log_requests", "kv_cache_metrics")
+_CONFIGS = ("steelyard:config_info", "vllm:cache_config_info")
+
+
+def instruments_of(page: Page) -> list[str] | None:
+    """Settings that slow a server to watch it and are on, by its own word; None if it says nothing of its settings."""
+    said = [labels for name in _CONFIGS for labels, _ in page.get(name, ())]
+    if not said:
+        return None
+    on = {key for labels in said for key in INSTRUMENTS if labels.get(key, "").lower() in ("true", "1")}
+    return sorted(on)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The page at a time, in nanoseconds of the run's clock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -16,7 +16,7 @@ from steelyard.bench.gates import Facts, as_json, judge, label_of
 from steelyard.bench.http import HttpClient
 from steelyard.bench.load import OnProgress
 from steelyard.bench.record import RequestRecord, Slo
-from steelyard.bench.scrape import Scraper, ServerSide
+from steelyard.bench.scrape import Scraper, ServerSide, instruments_of
 from steelyard.bench.stats import slope
 from steelyard.bench.summary import Json, summarise
 from steelyard.bench.workload import PlannedRequest, digest, num_repeated
@@ -106,7 +106,8 @@ def _shape(server: Server) -> Json:
 def make_report(sent: Sent, side: ServerSide, work: Work, options: RunOptions, settled: bool | None) -> Json:
     """Sum up and judge: everything that needs no server any more."""
     summary = summarise(sent.records, options.slo, sent.in_flight, side)
-    gates = judge(facts_of(sent, work, options, summary, settled))
+    facts = facts_of(sent, work, options, summary, settled)
+    gates = judge(replace(facts, instruments=instruments_of(side.after)))
     label = label_of(gates)
     arrivals, schedule = work.arrivals, work.schedule
     return {
