@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from steelyard.plan.calibration import KEY_TILE, TERMS, Work, default_calibration, generic
 from steelyard.plan.costs import Setup, decode, prefill
@@ -85,3 +87,22 @@ def test_generic_coefficients_are_near_what_vllm_does_on_an_h200() -> None:
     calibration = generic(ROOF)
     assert calibration.estimate(ROOF, decode(1, 256)).ms == pytest.approx(4.9, rel=0.15)
     assert calibration.estimate(ROOF, prefill(4096)).ms == pytest.approx(100, rel=0.15)
+
+
+@given(st.integers(1, 300), st.integers(1, 16_000), st.integers(1, 300), st.integers(1, 16_000))
+@settings(max_examples=150, deadline=None)
+def test_an_estimate_is_over_the_floor_and_grows_with_rows_and_context(
+    rows: int, context: int, more_rows: int, more_context: int
+) -> None:
+    small, large = decode(rows, context), decode(rows + more_rows, context + more_context)
+    for calibration in (EXACT, TRUE, generic(ROOF)):
+        low, high = (calibration.estimate(ROOF, step) for step in (small, large))
+        assert ROOF.floor(small).seconds <= low.seconds < high.seconds
+
+
+@given(st.integers(2, 8192), st.integers(1, 8192))
+@settings(max_examples=100, deadline=None)
+def test_an_estimate_grows_with_the_prompt(tokens: int, more: int) -> None:
+    for calibration in (EXACT, TRUE, generic(ROOF)):
+        low, high = (calibration.estimate(ROOF, prefill(n)) for n in (tokens, tokens + more))
+        assert ROOF.floor(prefill(tokens)).seconds <= low.seconds < high.seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from steelyard.core.step import KvGroup
 from steelyard.errors import CheckpointError, NotFound, StartError
@@ -179,6 +181,24 @@ def test_tensor_parallelism_divides_heads_and_matrices(tp: int) -> None:
     assert model.kv_bytes_per_token(2, tp) * tp == model.kv_bytes_per_token(2)
     norms = (2 * 80 + 1) * 8192  # on every rank
     assert tp * model.weight_bytes(tp=tp) == model.weight_bytes() + (tp - 1) * 2 * norms
+
+
+@given(st.sampled_from(PRESETS), st.sampled_from([2, 4, 8, 16]), st.integers(1, 200_000))
+@settings(max_examples=80, deadline=None)
+def test_ranks_together_hold_the_whole_model_and_no_rank_holds_more_than_its_part(
+    name: str, tp: int, context_len: int
+) -> None:
+    model = shape(name)
+    try:
+        model.check_tp(tp)
+    except StartError:
+        assert model.num_heads % tp or (model.num_kv_heads % tp and tp % model.num_kv_heads)
+        return
+    whole, rank = model.weight_bytes(), model.weight_bytes(tp=tp)
+    assert whole / tp <= rank < whole
+    kv, kv_rank = (model.kv_bytes_per_sequence(context_len, tp=n) for n in (1, tp))
+    ways = 1 if model.is_latent else min(tp, model.num_kv_heads)
+    assert kv_rank * ways == kv
 
 
 def test_kv_heads_are_replicated_beyond_their_number_and_a_latent_always() -> None:

@@ -84,6 +84,7 @@ def _model(plan: Plan) -> list[Figure]:
     else:
         formula = f"matrices at {bits:g} bits ({setup.weights.body}), embedding and head {setup.weights.ends}, "
         formula += f"norms and biases {setup.weights.vectors}"
+        formula += f", experts {setup.weights.experts}" if shape.is_sparse and setup.weights.experts else ""
         formula += f"; on the fullest of {setup.tp} ranks" if setup.tp > 1 else ""
     weights = plan.budget.weights_bytes
     found.append(Figure("model", "weights", f"{weights / 1e9:,.2f} GB ({gib(weights)})", formula))
