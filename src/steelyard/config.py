@@ -63,6 +63,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     scheduling_policy: str = "fcfs"
+    deterministic: bool = False
     seed: int = 0
     skip_tokenizer_init: bool = False
     check_invariants: bool = False

@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "diagnose": "say which resource binds a server or a saved benchmark, with the numbers, and what to try",
     "ablate": "change one thing of the server at a time, and see what it cost or saved, and where",
     "quality": "judge whether a faster server still answers as well as a base one",
+    "selftest": "ask whether a request's answer depends on what is computed beside it",
     "doctor": "look at this machine, run attention here, and say which kernels really ran",
 }
 """Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""

@@ -75,6 +75,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
         help="plan a step while the one before it runs (default: on a GPU)",
     )
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="who goes first (default: fcfs)")
+    add("--deterministic", action="store_true", help="the same bits for a request in any company; slow, CPU only")
     add("--seed", type=int, metavar="N", help="of requests that bring none, and of dummy weights (default: 0)")
     add("--skip-tokenizer-init", action="store_true", help="token ids in, token ids out")
     add("--check-invariants", action="store_true", help="check the engine's books after every step; slow")

@@ -105,6 +105,7 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         enforce_eager=config.enforce_eager,
         overlap=config.async_scheduling,
         seed=config.seed,
+        backend="invariant" if config.deterministic else "auto",
         attention_backend=config.attention_backend,
         whole_prompts=config.whole_prompts,
         kv_cache_dtype=config.kv_cache_dtype,

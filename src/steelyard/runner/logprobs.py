@@ -37,10 +37,17 @@ def pinned(values: Tensor) -> Tensor:
 
 def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> TopLogprobs:
     """Natural log-probabilities under logits [S, V] of tokens [S], and the num_top best."""
-    log_total = torch.logsumexp(logits, dim=-1)
+    log_total = _log_total(logits)
     own = logits.gather(1, tokens[:, None])[:, 0] - log_total
     values, ids = torch.topk(logits, min(num_top, logits.shape[1]), dim=-1)
     return TopLogprobs(own, values - log_total[:, None], ids)
+
+
+def _log_total(logits: Tensor) -> Tensor:
+    """log of the sum of exponentials of each row [S]. On a CPU row by row: torch sums a lone row in other pieces."""
+    if logits.device.type != "cpu":
+        return torch.logsumexp(logits, dim=-1)
+    return torch.stack([torch.logsumexp(row, dim=0) for row in logits])
 
 
 def prompt_logprobs(

@@ -23,7 +23,7 @@ class RunnerOptions:
 
     swap_space_bytes  of the host tier; 0: none
     overlap   results are collected after the next launch; None: where the device runs by itself
-    backend   auto, or the name of one (reference: slow and exact, for tests)
+    backend   auto, or the name of one (reference: slow and exact, for tests; invariant: see kernels/invariant.py)
     kv_cache_dtype  auto: what the backend computes in; fp8: see kernels/kv_fp8.py
     whole_prompts  a step must be able to hold a request of the full context
     """
@@ -106,6 +106,18 @@ def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.de
             "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer; use auto", param="kv_cache_dtype"
         )
     return FP8
+
+
+def check_invariant(options: RunnerOptions, device: torch.device) -> None:
+    """Raises StartError for what --deterministic cannot be had with."""
+    obstacles = {
+        "device": (device.type == "cuda", "runs on a CPU; add --device cpu"),
+        "attention_backend": (options.attention_backend != "auto", "has its own attention; drop --attention-backend"),
+        "kv_cache_dtype": (options.kv_cache_dtype != "auto", "reads no fp8 pool; drop --kv-cache-dtype"),
+    }
+    for param, (stands, why) in obstacles.items():
+        if stands:
+            raise StartError(f"--deterministic {why}", param=param)
 
 
 def has_native_bfloat16() -> bool:

@@ -12,6 +12,7 @@ from steelyard.checkpoint.entry import Checkpoint
 from steelyard.core.step import MemoryTerms, Runner, RunnerCaps
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.cpu import CpuBackend
+from steelyard.kernels.invariant import InvariantBackend
 from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.select import choose_attention
@@ -25,6 +26,7 @@ from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, kv_layou
 from steelyard.runner.kv_scales import kv_scales
 from steelyard.runner.options import (
     RunnerOptions,
+    check_invariant,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
@@ -38,7 +40,10 @@ _log = logging.getLogger(__name__)
 
 def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Runner:
     """A runner that can launch steps. Raises StartError (CheckpointError for the model's files) saying what to do."""
-    if resolve_device(options.device).type == "cuda":
+    device = resolve_device(options.device)
+    if options.backend == "invariant":
+        check_invariant(options, device)
+    if device.type == "cuda":
         # Found by name: it needs Triton, which a machine without a GPU need not have.
         start: Callable[..., Runner] = importlib.import_module("steelyard.runner.start_device").start_device_runner
         return start(checkpoint, options)
@@ -101,6 +106,8 @@ def _backend(options: RunnerOptions, head_dim: int, block_size: int, device: tor
     choice = choose_attention(options.attention_backend, head_dim, block_size, device)
     if "reference" in (options.backend, choice.name):
         return ReferenceBackend()
+    if options.backend == "invariant":
+        return InvariantBackend()
     _log.info("attention: %s (%s)", choice.name, choice.reason)
     return CpuBackend(choice.name)
 

@@ -1,0 +1,100 @@
+"""`steelyard selftest`: does a request's answer depend on its company? See perf/selftest.py for the situations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from steelyard.cli.options import add_engine_arguments, engine_config
+from steelyard.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from steelyard.perf.selftest import Outcome
+
+NEAR_TIE_NATS = 0.25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-len", type=int, default=96, metavar="TOKENS", help="of the request (default: 96)")
+    parser.add_argument("--max-tokens", type=int, default=48, metavar="TOKENS", help="of its answer (default: 48)")
+    parser.add_argument(
+        "--near-tie",
+        type=float,
+        default=NEAR_TIE_NATS,
+        metavar="NATS",
+        help=f"two tokens this near may change places (default: {NEAR_TIE_NATS}); with --deterministic nothing may",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every situation; 1 if one differs by more than it may, or did not come about. Raises StartError."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for name in ("prompt_len", "max_tokens"):
+        if getattr(args, name) < 16:
+            raise InvalidRequest(f"--{name.replace('_', '-')} must be at least 16", param=name)
+    config = engine_config(args)
+    from steelyard.llm import LLM
+    from steelyard.perf.selftest import Load, run_selftest, seconds_alone
+
+    def make(**changes: Any) -> LLM:
+        return LLM.from_config(replace(config, **changes))
+
+    load = Load(args.prompt_len, args.max_tokens, config.seed)
+    limit = 0.0 if config.deterministic else args.near_tie
+    outcomes = []
+    for outcome in run_selftest(make, load):
+        outcomes.append(outcome)
+        if not args.json:
+            print(_line(outcome, limit), flush=True)
+    failed = [o for o in outcomes if not _passes(o, limit)]
+    cost = None
+    if config.deterministic:
+        cost = seconds_alone(make(), load) / seconds_alone(make(deterministic=False), load)
+    if args.json:
+        print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "passed": not failed, "cost": cost}))
+        return 1 if failed else 0
+    if cost is not None:
+        print(f"--deterministic takes {cost:.2f} times as long for this request alone, in this run")
+    print(_verdict(len(outcomes), failed, all(o.is_identical for o in outcomes)))
+    return 1 if failed else 0
+
+
+def _passes(outcome: Outcome, limit: float) -> bool:
+    if not outcome.happened:
+        return False
+    if limit == 0.0:
+        return outcome.is_identical
+    if outcome.sampled:
+        return True  # a draw lies between two cumulated sums: any rounding moves some draws to a neighbour in id order
+    return outcome.first_difference is None or (outcome.gap is not None and outcome.gap <= limit)
+
+
+def _line(outcome: Outcome, limit: float) -> str:
+    if not outcome.happened:
+        said = "did not come about: nothing was tested"
+    elif outcome.is_identical:
+        said = "the same tokens, the same bits"
+    elif outcome.first_difference is None:
+        said = f"the same tokens, log-probabilities within {outcome.largest:.1g}"
+    else:
+        gap = "not among its best few" if outcome.gap is None else f"{outcome.gap:.2g} nats from it"
+        gap = "a draw moved" if outcome.sampled else gap
+        said = f"token {outcome.first_difference} is another ({gap}); before it within {outcome.largest:.1g}"
+    mark = "ok  " if _passes(outcome, limit) else "FAIL"
+    kind = "sampled" if outcome.sampled else "greedy"
+    return f"{mark} {outcome.situation:<10} {kind:<8} {outcome.evidence:<14} {said}"
+
+
+def _verdict(count: int, failed: list[Outcome], identical: bool) -> str:
+    if failed:
+        return f"{len(failed)} of {count} situations failed"
+    if identical:
+        return "the answer does not depend on the request's company, to the last bit"
+    return (
+        "the answer depends on the request's company where rounding decides; --deterministic removes that, at a price"
+    )
