@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from steelyard.core.timed import State
 from steelyard.scheduler.protocols import Faults
@@ -241,6 +242,28 @@ def test_a_slow_reader_moves_its_own_bucket_and_no_other() -> None:
     assert tail(0) == {State.HTTP_READ: 100, State.STREAM: 100}
     slow = SLOW_WRITE_NS + 7
     assert tail(slow) == {State.HTTP_READ: 100, State.CLIENT_SLOW: slow + 50, State.STREAM: 50}
+
+
+def test_a_tenant_reads_its_own_counters_and_no_others(shared: Served) -> None:
+    def page(name: str) -> str:
+        return shared.http.get("/metrics", headers={"authorization": f"Bearer {name}"}).text
+
+    for name in ("acme", "other"):
+        body, headers = {"prompt": [5] * 20, "max_tokens": 4}, {"authorization": f"Bearer {name}"}
+        assert shared.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    wait_for(lambda: len(shared.service.ledgers.last(9, None)) == 2, "all is over")
+    samples = [s for family in text_string_to_metric_families(page("acme")) for s in family.samples]
+    assert {s.labels["tenant"] for s in samples} == {"acme"} and {s.labels["model_name"] for s in samples} == {"tiny"}
+    assert {s.name for s in samples} == {
+        "steelyard:request_time_seconds_total",
+        "steelyard:tenant_tokens_total",
+        "steelyard:tenant_responses_total",
+    }
+    [record] = shared.service.ledgers.last(9, "acme")
+    told = {s.labels["state"]: s.value for s in samples if "state" in s.labels}
+    assert told == {state: amount_ns / 1e9 for state, amount_ns in record["buckets_ns"].items()}
+    assert 'tenant="other"' in page("boss") and "vllm:num_requests_running" in page("boss")
+    assert shared.http.get("/metrics").status_code == 401
 
 
 def test_what_is_refused_before_any_route_has_an_account_too(shared: Served) -> None:

@@ -45,6 +45,12 @@ class Counter:
         for labels, value in snapshot:
             self.add(value, *labels)
 
+    def only(self, label: str, value: str) -> Counter:
+        """The members of the family whose `label` is `value`."""
+        found, at = Counter(self.name, self.help, self.label_names), self.label_names.index(label)
+        found.values = {labels: amount for labels, amount in self.values.items() if labels[at] == value}
+        return found
+
     def lines(self, common: str) -> list[str]:
         lines = _head(self.name, self.help, "counter")
         for labels, value in self.values.items():

@@ -118,6 +118,15 @@ class Metrics:
         for name, counted in snapshot.items():
             getattr(self, name).merge(counted)
 
+    def tenant_page(self, model_name: str, tenant: str) -> str:
+        """What is counted by tenant, of one of them: no line tells of another. Newline at its end."""
+        common = label_text((("model_name", model_name),))
+        lines: list[str] = []
+        for family in vars(self).values():
+            if isinstance(family, Counter) and "tenant" in family.label_names:
+                lines += family.only("tenant", tenant).lines(common)
+        return "\n".join(lines) + "\n"
+
     def page(self, model_name: str, info: Ready | None, status: Status | None, unhealthy: str | None) -> str:
         """The whole page, newline at its end."""
         common = label_text((("model_name", model_name),))

@@ -8,7 +8,6 @@ from starlette.responses import Response
 from steelyard.server.exposition import CONTENT_TYPE
 from steelyard.server.responses import json_response
 from steelyard.server.service import Service
-from steelyard.server.tenants import check_operator
 
 
 class Health:
@@ -28,9 +27,11 @@ class Health:
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        service, client = self._service, self._service.client
-        if not service.config.public_metrics:
-            check_operator(request.state.tenant)
+        """Everything to an operator; to a tenant its own tokens, responses and time by account."""
+        service, client, tenant = self._service, self._service.client, request.state.tenant
         metrics = await service.all_metrics()
-        page = metrics.page(service.model_name, client.info, client.status, service.unhealthy())
+        if service.config.public_metrics or tenant.operator:
+            page = metrics.page(service.model_name, client.info, client.status, service.unhealthy())
+        else:
+            page = metrics.tenant_page(service.model_name, tenant.label)
         return Response(page, media_type=None, headers={"content-type": CONTENT_TYPE})
