@@ -10,12 +10,15 @@ from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import Copy, KvGroup, RunnerCaps, TableEdit
 
+Window = int | tuple[int, int] | None
+"""Of a group; a pair is a window and how many first positions are kept behind it."""
 
-def make_manager(num_blocks: int = 8, windows: tuple[int | None, ...] = (None,), caching: bool = True) -> CacheManager:
+
+def make_manager(num_blocks: int = 8, windows: tuple[Window, ...] = (None,), caching: bool = True) -> CacheManager:
     caps = RunnerCaps(
         block_size=4,
         num_blocks=(num_blocks,) * len(windows),
-        groups=tuple(KvGroup(1, window) for window in windows),
+        groups=tuple(KvGroup(1, *(w if isinstance(w, tuple) else (w,))) for w in windows),
         max_rows=8,
         max_model_len=1000,
         max_batched_tokens=100,
@@ -219,6 +222,59 @@ def test_a_hit_needs_the_window_groups_only_over_their_last_window() -> None:
     edits = manager.grow(second, 21, hit_tokens=manager.match(second))
     assert edits is not None and edits[0].block_ids[:3] == (0, 0, 0)
     manager.check()
+
+
+def test_blocks_of_the_first_positions_stay_behind_the_window_and_a_hit_needs_them() -> None:
+    manager = make_manager(num_blocks=6, windows=((6, 5),))
+    first = make_request(numbers(20))
+    compute(manager, first)
+    edits = manager.slide(first, 20)  # a query at 20 sees 0 .. 4 and 15 .. 20: block 2 alone is free
+    assert edits == [TableEdit(0, 0, 2, (0,))]
+    table = list(manager.tables(first)[0])
+    assert table[2] == 0 and all(table[:2] + table[3:])
+    manager.check()
+    fork = make_request(numbers(20), row=1)
+    assert manager.can_fork(first, 18)
+    forked = manager.fork(first, fork, 18)
+    assert forked is not None and [c.src_block for c in forked[1]] == [table[4]]
+    assert list(manager.tables(fork)[0][:4]) == [*table[:2], 0, table[3]]
+    manager.check()
+    manager.release(fork)
+    manager.release(first)
+    again = make_request(numbers(21), row=2)
+    assert manager.match(again) == 20
+    [edit] = manager.grow(again, 21, hit_tokens=20) or []
+    assert edit.block_ids[:4] == (*table[:2], 0, table[3]), "the kept ones are shared"
+    manager.check()
+    manager.release(again)
+    other = make_request([7] * 8, row=3)
+    assert manager.grow(other, 8) is not None and manager.grow(other, 16) is not None  # evicts the first ones last
+    manager.check()
+
+
+def test_a_hit_without_the_kept_blocks_is_none() -> None:
+    manager = make_manager(num_blocks=9, windows=((6, 5),))
+    first = make_request(numbers(20))
+    compute(manager, first)
+    assert manager.match(make_request(numbers(21), row=1)) == 20
+    manager._pools[0].index.remove(manager.tables(first)[0][0])
+    assert manager.match(make_request(numbers(21), row=1)) == 0
+
+
+def test_a_request_holds_the_window_and_the_kept_blocks_and_no_more() -> None:
+    manager = make_manager(num_blocks=6, windows=((8, 5),))
+    assert manager.ever_fits(10_000) and not make_manager(num_blocks=4, windows=((8, 5),)).ever_fits(100)
+    request = make_request(numbers(3))
+    assert manager.grow(request, 3) is not None
+    most = 0
+    for end in range(4, 400):
+        assert manager.grow(request, end) is not None
+        request.num_computed = end
+        manager.commit(request, end) if end <= len(request.tokens) else None
+        manager.slide(request, end)
+        most = max(most, manager.usage().active)
+        manager.check()
+    assert most == 2 + 3  # ceil(5 / 4) kept, and a window of 8 over at most three blocks
 
 
 def test_ever_fits_and_capacity_count_a_window_as_a_window() -> None:

@@ -13,6 +13,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import KvGroup, RunnerCaps
 
 BLOCK = 4
+Window = int | tuple[int, int] | None
 Slots = dict[tuple[int, int, int], tuple[bytes, tuple[int, ...]]]
 """What the slots of a block hold; blocks of the host tier are numbered from -1 down."""
 
@@ -25,15 +26,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(2, 10),
-        windows=st.sampled_from([(None,), (5,), (None, 3), (8, None, 4)]),
+        windows=st.sampled_from([(None,), (5,), (None, 3), (8, None, 4), ((5, 3),), (None, (4, 6))]),
         caching=st.booleans(),
         num_slots=st.sampled_from([0, 1, 3, 8, 30]),
     )
-    def build(self, num_blocks: int, windows: tuple[int | None, ...], caching: bool, num_slots: int) -> None:
+    def build(self, num_blocks: int, windows: tuple[Window, ...], caching: bool, num_slots: int) -> None:
         caps = RunnerCaps(
             block_size=BLOCK,
             num_blocks=(num_blocks,) * len(windows),
-            groups=tuple(KvGroup(1, window) for window in windows),
+            groups=tuple(KvGroup(1, *(w if isinstance(w, tuple) else (w,))) for w in windows),
             max_rows=99,
             max_model_len=200,
             max_batched_tokens=100,
@@ -43,7 +44,7 @@ class ManagerMachine(RuleBasedStateMachine):
             kv_layout="l",
             num_host_blocks=(num_slots,) * len(windows) if num_slots else (),
         )
-        self.windows = windows
+        self.groups = caps.groups
         self.manager = CacheManager(caps, caching)
         self.slots: Slots = {}
         self.live: list[Request] = []
@@ -192,9 +193,9 @@ class ManagerMachine(RuleBasedStateMachine):
         usage = self.manager.usage()
         assert usage.free + usage.active == usage.total and usage.clean + usage.cached == usage.free
         for request in self.live:
-            for g, (table, window) in enumerate(zip(self.manager.tables(request), self.windows)):
-                first = 0 if window is None else max(0, request.num_computed - window + 1)
-                for p in range(first, request.num_computed):
+            for g, (table, group) in enumerate(zip(self.manager.tables(request), self.groups)):
+                first = 0 if group.window is None else max(0, request.num_computed - group.window + 1)
+                for p in [*range(min(group.keep_first, first)), *range(first, request.num_computed)]:
                     expected = (request.namespace, tuple(request.tokens[: p + 1]))
                     assert self.slots[g, table[p // BLOCK], p % BLOCK] == expected
 

@@ -35,7 +35,10 @@ def make_order(policy: str, books: Ledgers, budget: int) -> Order:
 
 @dataclass(frozen=True)
 class Rig:
-    """Sizes of a small engine. `windows`: one KV group each; None is full attention. `num_host_blocks`: of each."""
+    """Sizes of a small engine. `windows`: one KV group each, None is full attention, a pair keeps first positions.
+
+    `num_host_blocks`: of each group.
+    """
 
     num_blocks: int = 64
     block_size: int = 16
@@ -44,7 +47,7 @@ class Rig:
     max_model_len: int = 2048
     overlap: bool = False
     caching: bool = True
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[int | tuple[int, int] | None, ...] = (None,)
     vocab_size: int = 1000
     num_host_blocks: int = 0
     policy: ClassVar[str] = "fcfs"
@@ -53,7 +56,7 @@ class Rig:
         return RunnerCaps(
             block_size=self.block_size,
             num_blocks=(self.num_blocks,) * len(self.windows),
-            groups=tuple(KvGroup(1, window) for window in self.windows),
+            groups=tuple(KvGroup(1, *(w if isinstance(w, tuple) else (w,))) for w in self.windows),
             max_rows=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_batched_tokens=self.budget,

@@ -24,7 +24,7 @@ RIGS = st.builds(
     max_model_len=st.just(64),
     overlap=st.booleans(),
     caching=st.booleans(),
-    windows=st.sampled_from([(None,), (None, 6), (9,), (4, None)]),
+    windows=st.sampled_from([(None,), (None, 6), (9,), (4, None), ((6, 5),)]),
     vocab_size=st.just(40),
     num_host_blocks=st.sampled_from([0, 2, 6, 40]),
 )

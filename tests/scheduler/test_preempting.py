@@ -44,10 +44,10 @@ def num_swaps(simulation: Simulation) -> int:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize("windows", [(None,), (None, 6), (21,)], ids=str)
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (21,), ((21, 6),)], ids=str)
 @pytest.mark.parametrize("budget", [64, 7], ids=["whole", "chunked"])
 def test_swapped_requests_go_on_as_if_nothing_had_been(
-    overlap: bool, caching: bool, windows: tuple[int | None, ...], budget: int
+    overlap: bool, caching: bool, windows: tuple[int | tuple[int, int] | None, ...], budget: int
 ) -> None:
     rig = replace(RIG, overlap=overlap, caching=caching, windows=windows, budget=budget)
     simulation, requests = served(rig)

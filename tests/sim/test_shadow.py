@@ -112,6 +112,14 @@ def test_a_window_reads_no_further_back_than_it_reaches() -> None:
         runner.launch(second_row(4, (0, 3)))
 
 
+def test_first_positions_that_are_kept_are_read_behind_the_window() -> None:
+    runner = ShadowRunner(replace(CAPS, groups=(KvGroup(1, 2, 1),)))
+    runner.launch(first_plan())
+    runner.launch(StepPlan(2, work=(RowWork(0, 6, 1, Want.TOKEN),)))
+    with pytest.raises(ShadowError, match="position 0 is in the null block"):
+        runner.launch(StepPlan(3, edits=(TableEdit(0, 0, 0, (0,)),), work=(RowWork(0, 7, 1, Want.TOKEN),)))
+
+
 def test_steps_are_collected_in_launch_order_and_a_failed_row_stays_failed() -> None:
     runner = ShadowRunner(CAPS, fail=lambda plan, work: "broken" if plan.id == 1 else None)
     one = runner.launch(first_plan())

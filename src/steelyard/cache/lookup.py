@@ -9,23 +9,31 @@ from collections.abc import Callable, Sequence
 
 from steelyard.cache.blocks import NULL_BLOCK, BlockPool
 from steelyard.cache.host import Away, HostTier
+from steelyard.core.step import KvGroup
 
 
 class Lookup:
-    """Over the pools of all KV groups and the host tier behind them."""
+    """Over the pools of all KV groups and the host tier behind them.
 
-    def __init__(
-        self, pools: Sequence[BlockPool], host: HostTier, windows: Sequence[int | None], block_size: int
-    ) -> None:
+    kept  of each group, the first blocks of a table that stay visible behind its window
+    """
+
+    def __init__(self, pools: Sequence[BlockPool], host: HostTier, groups: Sequence[KvGroup], block_size: int) -> None:
         self._pools = pools
         self._host = host
-        self._windows = windows
+        self._windows = tuple(group.window for group in groups)
         self._block_size = block_size
+        self.kept = tuple(-(-group.keep_first // block_size) for group in groups)
 
     def first_visible(self, group: int, position: int) -> int:
-        """Index of the first block that a query at `position` or later can see in `group`."""
+        """Index of the first block, behind the kept ones, that a query at `position` or later can see in `group`."""
         window = self._windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self._block_size
+        return 0 if window is None else max(max(0, position - window + 1) // self._block_size, self.kept[group])
+
+    def cut(self, group: int, table: Sequence[int], first: int) -> list[int]:
+        """`table` with null blocks for what lies between the kept blocks and index `first`."""
+        kept = self.kept[group]
+        return [b if i < kept or i >= first else NULL_BLOCK for i, b in enumerate(table)]
 
     def longest(self, keys: list[bytes], from_host: bool) -> int:
         """How many leading blocks of these keys are all that a query behind them needs."""
@@ -44,9 +52,10 @@ class Lookup:
         num_hits = len(keys)
         tables: list[list[int]] = []
         for group in range(len(self._pools)):
-            first = min(self.first_visible(group, num_hits * self._block_size), num_hits)
-            found = map(self._getter(group, from_host=True), keys[first:])
-            tables.append([NULL_BLOCK] * first + [b for b in found if b is not None])
+            first, get = self.first_visible(group, num_hits * self._block_size), self._getter(group, from_host=True)
+            seen = self.cut(group, range(1, num_hits + 1), first)
+            found = [get(key) if i else NULL_BLOCK for i, key in zip(seen, keys)]
+            tables.append([b for b in found if b is not None])
             assert len(tables[-1]) == num_hits, "the match has gone"
         return tables
 
@@ -75,4 +84,5 @@ class Lookup:
     def _window_is_cached(self, group: int, keys: list[bytes], num_hits: int, from_host: bool) -> bool:
         first = self.first_visible(group, num_hits * self._block_size)
         get = self._getter(group, from_host)
-        return all(get(key) is not None for key in keys[first:num_hits])
+        needed = keys[: min(self.kept[group], num_hits)] + keys[first:num_hits]
+        return all(get(key) is not None for key in needed)

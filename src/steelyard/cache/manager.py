@@ -39,7 +39,7 @@ class CacheManager:
         self.num_releases = 0  # grows whenever a block may have become free
         self.has_windows = any(window is not None for window in self._windows)
         self.host = HostTier(caps.num_host_blocks or (0,) * len(caps.groups))
-        self._lookup = Lookup(self._pools, self.host, self._windows, self.block_size)
+        self._lookup = Lookup(self._pools, self.host, caps.groups, self.block_size)
         self._first_visible = self._lookup.first_visible
         for group, pool in enumerate(self._pools if caps.num_host_blocks else []):
             pool.on_evict = partial(self.host.demote, group)
@@ -140,7 +140,7 @@ class CacheManager:
                     [table[i]] = pool.take(1)
                     self.host.fetch(group, -block_id, table[i])
                     num_published = min(num_published, i)
-        sequence = Tables(tables, num_published)
+        sequence = Tables(tables, num_published, self._lookup.kept)
         away = self.host.away(request)
         if away is not None:
             sequence.publishes, sequence.num_published = away.publishes, 0
@@ -169,16 +169,15 @@ class CacheManager:
         copies: list[Copy] = []
         tables: list[list[int]] = []
         for g, (pool, source) in enumerate(zip(self._pools, self._sequences[parent].tables)):
-            first = self._first_visible(g, at)
-            table = [NULL_BLOCK] * min(first, num_full) + source[first:num_full]
-            for block_id in table[first:]:
+            table = self._lookup.cut(g, source[:num_full], self._first_visible(g, at))
+            for block_id in filter(None, table):
                 pool.touch(block_id)
             if partial:
                 [own] = pool.take(1)
                 copies.append(Copy(g, source[num_full], own))
                 table.append(own)
             tables.append(table)
-        self._sequences[child] = Tables(tables, num_full)
+        self._sequences[child] = Tables(tables, num_full, self._lookup.kept)
         return self._edits(child.row, tables, [0] * len(tables)), copies
 
     # progress
@@ -308,10 +307,11 @@ class CacheManager:
         for g, pool in enumerate(self._pools):
             refs: Counter[int] = Counter()
             for request, sequence in self._sequences.items():
-                table, live = sequence.tables[g], sequence.first_live[g]
-                assert all(b == NULL_BLOCK for b in table[:live]), f"{request}: a block behind the window"
-                assert all(0 < b <= pool.num_blocks for b in table[live:]), f"{request}: a hole in the table"
-                refs.update(table[live:])
+                table, live, kept = sequence.tables[g], sequence.first_live[g], self._lookup.kept[g]
+                held = [*table[:kept], *table[live:]]
+                assert all(b == NULL_BLOCK for b in table[kept:live]), f"{request}: a block behind the window"
+                assert all(0 < b <= pool.num_blocks for b in held), f"{request}: a hole in the table"
+                refs.update(held)
                 for block_id, key in zip(table, request.block_hashes):
                     published = pool.index.key_of(block_id)
                     assert published in (None, key), f"{request}: block {block_id} is published with another key"
@@ -330,7 +330,7 @@ class CacheManager:
     def _blocks_at_least(self, group: int, num_tokens: int) -> int:
         """Blocks without which `num_tokens` positions cannot be computed even in the smallest chunks."""
         need, window = -(-num_tokens // self.block_size), self._windows[group]
-        return need if window is None else min(need, -(-window // self.block_size) + 1)
+        return need if window is None else min(need, self._lookup.kept[group] + -(-window // self.block_size) + 1)
 
     def _found(self, request: Request, hit_tokens: int) -> list[list[int]]:
         """Tables of what `match` found, or of what a swapped request had (see cache/lookup.py)."""

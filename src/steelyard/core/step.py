@@ -160,10 +160,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share a block table. `window` is the attention window in tokens, None for full attention."""
+    """Layers that share a block table. `window` is the attention window in tokens, None for full attention.
+
+    keep_first  positions below it are seen behind the window too, and their blocks stay
+    """
 
     num_layers: int
     window: int | None = None
+    keep_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

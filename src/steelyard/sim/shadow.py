@@ -257,9 +257,14 @@ class ShadowRunner:
         size = self._caps.block_size
         for group, blocks, table in zip(self._caps.groups, self._kv, row.tables):
             first = 0 if group.window is None else max(0, work.start - group.window + 1)
-            at = max(begin, first)
+            at = begin
             while at < end:
+                if group.keep_first <= at < first:
+                    at = first
+                    continue
                 stop = min(end, at - at % size + size)
+                if at < first:
+                    stop = min(stop, group.keep_first)
                 block_id = table[at // size]
                 self._expect(block_id != 0, f"row {work.row}: position {at} is in the null block")
                 found, expected = blocks[block_id][at % size : at % size + stop - at], row.history[at:stop]
