@@ -57,6 +57,15 @@ def test_many_more_prompts_than_rows_and_different_parameters(llm: LLM) -> None:
     assert all(r.outputs[0].finish_reason == "length" and r.prompt is None for r in results)
 
 
+def test_no_end_is_sampled_before_min_tokens_be_it_a_stop_id_or_the_texts_own(llm: LLM) -> None:
+    wanted = {"temperature": 0.0, "max_tokens": 9, "min_tokens": 3}
+    for ends, stop_ids in ((7, (7,)), (2, ())):
+        sampling = SamplingParams(logit_bias=((ends, 100.0),), stop_token_ids=stop_ids, **wanted)
+        [output] = llm.generate("The sea", sampling)[0].outputs
+        assert output.finish_reason == "stop"
+        assert output.token_ids.index(ends) == 3 == len(output.token_ids) - 1
+
+
 def test_outputs_are_held_to_what_was_asked(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     kinds = [

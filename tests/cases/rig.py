@@ -169,11 +169,11 @@ class Server:
         raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
 
 
-def open_request(server: Server, body: dict[str, Any]) -> socket.socket:
-    """Send a completion request on a socket of its own."""
+def open_request(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """Send a request on a socket of its own, and leave its answer unread."""
     raw = json.dumps(body).encode()
     sock = socket.create_connection(("127.0.0.1", server.port))
-    sock.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return sock
 
 

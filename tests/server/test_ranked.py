@@ -1,4 +1,4 @@
-"""best_of and prompt_logprobs: more choices made than shown, and what the model thought of the prompt."""
+"""best_of, prompt_logprobs, min_tokens: choices made and shown, thoughts of the prompt, ends that come too early."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from steelyard.text.tokenizer import Tokenizer
 from steelyard.wire.messages import Delta, Deltas, Logprob
+from tests.server.real_engine import RealEngine, serve
 from tests.server.served import Served
 
 
@@ -70,3 +72,14 @@ def test_echo_and_prompt_logprobs_keep_their_own_counts(served: Served) -> None:
     answer = served.complete(prompt=[5, 6, 7], echo=True, logprobs=1, prompt_logprobs=3, max_tokens=1)
     assert answer.status_code == 200
     assert served.engine.submits[-1].sampling.prompt_logprobs == 3
+
+
+def test_a_stop_id_within_min_tokens_is_text_and_the_first_one_after_ends_it(tokenizer: Tokenizer) -> None:
+    """The scripted engine says 40 41 42 over and over, whatever is asked."""
+    for real in serve(tokenizer, None, RealEngine(vocab_size=tokenizer.vocab_size)):
+        for early, count in ((2, 3), (3, 6), (5, 6), (6, 9)):
+            body = {"stop_token_ids": [42], "min_tokens": early, "max_tokens": 20, "return_token_ids": True}
+            [choice] = real.complete(**body).json()["choices"]
+            assert choice["token_ids"] == [40, 41, 42] * (count // 3)
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 42)
+            assert choice["text"] == tokenizer.decode(choice["token_ids"][:-1])

@@ -116,7 +116,7 @@ class Choice:
         if self._sampling.include_stop_str_in_output:
             return ids
         for i, token in enumerate(ids):
-            if token in self._stop_ids and self.num_tokens + i + 1 >= self._sampling.min_tokens:
+            if token in self._stop_ids and self.num_tokens + i + 1 > self._sampling.min_tokens:
                 return ids[:i]
         return ids
 
