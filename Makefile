@@ -29,6 +29,10 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) $(CONSTRAINTS) -e ".[test]"
 	@touch $@
 
+$(VENV)/.evaluating: $(VENV)/.tested
+	$(PIP) $(CONSTRAINTS) -e ".[eval]"
+	@touch $@
+
 serve: install
 	@$(BIN)/steelyard serve $(ARGS)
 
@@ -45,7 +49,7 @@ size: $(VENV)/bin/python
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(VENV)/.tested
+test-all: $(VENV)/.evaluating
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.tested
