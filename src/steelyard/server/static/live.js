@@ -42,6 +42,7 @@ async function poll() {
   try {
     const response = await fetch("ledger/live", { headers: headers() });
     byId("key").hidden = response.status !== 401;
+    byId("main").hidden = response.status === 401;
     if (response.status === 401) return say("a key is needed", true);
     if (!response.ok) return say(`the server answers ${response.status}`, true);
     show(await response.json());
@@ -137,7 +138,7 @@ function charts(live) {
   blockMap(byId("blocks"), live.blocks);
   const s = live.status, slots = live.blocks.fold > 1 ? `, ${live.blocks.fold} a cell` : "";
   byId("blocks-text").textContent =
-    `${s.blocks_active} in use (darker: shared), ${s.blocks_cached} cached, ${s.blocks_free - s.blocks_cached} clean of ${s.blocks_total}${slots}`;
+    `${s.blocks_active} in use (shared ones stand out), ${s.blocks_cached} cached, ${s.blocks_free - s.blocks_cached} clean of ${s.blocks_total}${slots}`;
   bars(byId("ttft"), live.ttft, duration);
   bars(byId("itl"), live.itl, duration);
 }
