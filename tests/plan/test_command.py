@@ -140,6 +140,11 @@ def test_a_gguf_file_is_planned_with_the_bytes_it_has(capsys: pytest.CaptureFixt
     assert as_bf16["model"]["weight_bytes"] == 2 * 134_515_008
 
 
+def test_deleting_what_lies_outside_every_window_never_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "pays          never" in run(capsys, "plan cache mistral-7b-v0.1 --device L40S")
+    assert data(capsys, "plan cache mistral-7b-v0.1 --device L40S")["compaction"]["break_even_turns"] is None
+
+
 def test_a_held_out_file_is_named_by_its_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_records(path, single(128, 40), "short")

@@ -192,7 +192,10 @@ def show_cache(args: argparse.Namespace, plan: Plan) -> int:
     print(f"  costs once    {deleted.once_s * 1e3:.1f} ms: what lies behind is computed again, the prefix is broken")
     print(f"  saves a turn  {deleted.saved_per_turn_s * 1e3:.2f} ms, and {deleted.freed_bytes / GIB:.2f} GiB of KV")
     verdict = "worth it" if deleted.worth_it else "not worth it"
-    print(f"  pays after    {deleted.break_even_turns:.1f} turns; {args.turns} are to come: {verdict}")
+    if deleted.saved_per_turn_s > 0.0:
+        print(f"  pays after    {deleted.break_even_turns:.1f} turns; {args.turns} are to come: {verdict}")
+    else:
+        print("  pays          never: every window is as full after it as before")
     if plan.options.load is not None:
         share = "never" if pays is None else f"from {pays:.0%} of prompt tokens hit on"
         print(f"\nA cache that holds 20 % of the pool pays {share}.")
