@@ -142,6 +142,7 @@ def make_report(sent: Sent, side: ServerSide, work: Work, options: RunOptions, s
             "cpu_share": max((s.cpu_share for s in sent.stats), default=None),
             "selftest": options.selftest,
         },
+        "floor_tpot_ms": options.floor_tpot_ms,
         "summary": summary,
     }
 

@@ -13,15 +13,19 @@ from typing import Any
 
 from steelyard.bench.record import Clock, RequestRecord, Slo
 from steelyard.bench.scrape import ServerSide, mean_of
-from steelyard.bench.stats import quantile, share_lower
+from steelyard.bench.stats import quantile, quantile_of, share_lower
 from steelyard.bench.windows import Curve, Window, cells, in_flight, little, steady, whole_run
 
 Json = dict[str, Any]
+_CURVE = (*(i / 20 for i in range(20)), 0.97, 0.99, 1.0)
 ESTIMATOR = "linear interpolation between order statistics; 95 % intervals from order statistics"
 
 
 def describe(values: Iterable[float], scale: float = 1e6) -> Json | None:
-    """n, mean, p50, p95, p99 (each with its interval and whether n supports it) and max; None without values."""
+    """n, mean, p50, p95, p99 (each with its interval and whether n supports it), max, and a curve of quantiles.
+
+    None without values.
+    """
     ordered = sorted(v / scale for v in values)
     if not ordered:
         return None
@@ -31,6 +35,7 @@ def describe(values: Iterable[float], scale: float = 1e6) -> Json | None:
         found[name] = at.value
         found[name + "_interval"] = [at.low, at.high]
         found[name + "_quotable"] = at.quotable
+    found["curve"] = [[q, quantile_of(ordered, q)] for q in _CURVE]
     return found
 
 

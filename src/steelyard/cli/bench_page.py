@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.bench.export import RATES, ROWS, at, compare_markdown
+from steelyard.cli.bench_plots import against_floor, trade_off, where_time_went
 from steelyard.cli.plan_svg import Axis, Plot
 
 Json = dict[str, Any]
@@ -39,7 +40,10 @@ td, th { padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); t
 td:first-child, th:first-child, td.text { text-align: left; }
 .pass { color: var(--good); } .warn { color: var(--warn); } .fail { color: var(--bad); font-weight: 600; }
 .verdict { border-left: 4px solid; padding: .3rem .8rem; font-weight: 600; }
-@media print { body { margin: 0; max-width: none; } :root { color-scheme: light; } }
+@media print { body { margin: 0; max-width: none; } h2 { break-after: avoid; }
+  details::details-content { content-visibility: visible; }
+  :root { color-scheme: light; --ink: #1d2330; --soft: #5c6577; --line: #dfe3ea; --paper: #fff; --good: #0f7a5a;
+  --warn: #a16207; --bad: #b91c1c; --s0: #2458d3; --s1: #c2410c; --s2: #0f7a5a; --s3: #7c3aed; --s4: #a16207; } }
 """
 
 
@@ -57,6 +61,12 @@ def page(reports: Sequence[Json], title: str = "", more: Sequence[tuple[str, str
         parts += ["<h2>Side by side</h2>", table_of(compare_markdown(reports))]
     parts += ["<h2>Time to first token and time per output token</h2>", _distributions(reports)]
     parts += ["<h2>In flight, running and waiting over time</h2>", _over_time(reports)]
+    if len(reports) > 1:
+        parts += ["<h2>Throughput against latency</h2>", trade_off(reports)]
+    for report in reports:
+        head = f": {html.escape(report['name'])}" if len(reports) > 1 and report["name"] else ""
+        both = against_floor(report) + where_time_went(report)
+        parts += [f"<h2>Steps and accounts{head}</h2>", both] if both else []
     parts += [_tables(report) for report in reports]
     return "\n".join([*parts, "</body></html>"])
 
@@ -96,10 +106,18 @@ def _quantile_plot(title: str, stats: Sequence[tuple[int, Json]]) -> str:
     plot = Plot(Axis("share of values at or below", 0.0, 1.0), Axis(title, 0.0, top), title)
     for i, s in stats:
         points = [(0.0, s["min"]), (0.5, s["p50"]), (0.95, s["p95"]), (0.99, s["p99"]), (1.0, s["max"])]
-        plot.line(points, f"s{i % _COLOURS}")
+        plot.line([(q, v) for q, v in s.get("curve", points)], f"s{i % _COLOURS}")
         for share, value in points[1:4]:
             plot.dot(share, value, f"s{i % _COLOURS}", "", f"{share:.0%}: {value:,.2f}")
     return plot.svg()
+
+
+_SERIES = (
+    ("running", "running"),
+    ("waiting", "waiting"),
+    ("kv_usage", "share of KV blocks in use"),
+    ("kv_slack_tokens", "slots of KV reserved or unfilled"),
+)
 
 
 def _over_time(reports: Sequence[Json]) -> str:
@@ -107,7 +125,7 @@ def _over_time(reports: Sequence[Json]) -> str:
     flight = [(i, r["summary"]["in_flight"]) for i, r in enumerate(reports) if r["summary"]["in_flight"]]
     if flight:
         plots.append(_figure(series_plot("requests in flight", flight), "Requests in flight, by the client.", reports))
-    for word, title in (("running", "running"), ("waiting", "waiting"), ("kv_usage", "share of KV blocks in use")):
+    for word, title in _SERIES:
         series = [(i, at(r["summary"], ("server", "series", word)) or []) for i, r in enumerate(reports)]
         known = [(i, points) for i, points in series if len(points) > 1]
         if known:
