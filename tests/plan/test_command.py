@@ -152,6 +152,22 @@ def test_a_held_out_file_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]
     assert "--held-out /dev/null: has no step records" in capsys.readouterr().err
 
 
+def test_measure_saves_a_device_that_a_plan_reads_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from steelyard.perf import ceilings
+
+    monkeypatch.setattr(ceilings, "_sizes", lambda where: ceilings.Sizes(2**16, 128, 1, 64, 2, 64, 4, 2, 32))
+    path = tmp_path / "mine.toml"
+    text = run(capsys, f"plan --measure --save {path}")
+    assert path.read_text() == text
+    found = data(capsys, f"plan smollm2-135m --device {path}")
+    assert found["device"]["name"] in text
+    assert found["calibration"]["source"] == "ceilings measured on the device"
+    assert all(row["reach_ms"] >= row["floor_ms"] > 0 for row in found["decode"])
+    assert "reach ms" in run(capsys, f"plan smollm2-135m --device {path}")
+
+
 def test_compare_has_a_value_in_every_cell_whatever_differs(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "plan compare llama-3-8b --to context=8192 --to tp=2 --to device=B200,kv-cache-dtype=fp8")
     assert not re.findall(r" -( |$)", text, re.M)

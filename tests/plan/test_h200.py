@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.perf.workloads import case_names, find_case
+from steelyard.plan import fit as fitting
 from steelyard.plan.calibration import Calibration, generic
 from steelyard.plan.costs import Chunk
 from steelyard.plan.fit import evaluate, fit
@@ -138,3 +139,18 @@ def test_throughput_of_a_whole_run_follows_from_its_lengths(model: str, name: st
     assert len(steps) == row["steps"]
     seconds = sum(calibration.estimate(roofline, s).seconds for s in steps)
     assert case.output_tokens / seconds == pytest.approx(row["out_tok_s"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("name", ["GROUP_ERROR", "OWN_ERROR", "PRIOR_WIDTH"])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_prediction_does_not_hang_on_the_widths_of_the_fit(
+    model: str, factor: float, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = getattr(fitting, name)
+    monkeypatch.setattr(fitting, name, tuple(factor * v for v in value) if name == "PRIOR_WIDTH" else factor * value)
+    roofline = make_roofline(MODELS[model], "H200")
+    found = fit(roofline, of_model(model, SHOWN))
+    assert found != fitted(model)[1]
+    for workload, e in evaluate(roofline, found, of_model(model, HIDDEN)).items():
+        assert abs(e.total) <= WITHIN and e.median_abs <= WITHIN, workload
