@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.server.fake_engine import MAX_MODEL_LEN
 from tests.server.served import Served
@@ -15,12 +13,6 @@ from tests.server.served import Served
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POSTS = [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize"]
 USER = [{"role": "user", "content": "x"}]
-BASES: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "x"},
-    CHAT: {"messages": USER},
-    "/v1/responses": {"input": "x"},
-    "/v1/embeddings": {"input": "x"},
-}
 
 
 def check_error(response: Any, status: int = 400) -> dict[str, Any]:
@@ -197,33 +189,3 @@ def test_unknown_routes_and_methods_answer_in_json(served: Served) -> None:
     check_error(response, 405)
     assert response.headers["allow"] == "POST"
     check_error(served.http.post("/health"), 405)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-_NAMES = """
-    prompt messages n max_tokens temperature stop logprobs top_logprobs logit_bias stream stream_options seed echo
-    stop_token_ids chat_template_kwargs min_tokens priority model tokens response_format add_special_tokens input text
-    tools tool_choice best_of prompt_logprobs dimensions previous_response_id instructions structured_outputs
-"""
-FIELDS = st.sampled_from(_NAMES.split())
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from(POSTS), body=st.dictionaries(FIELDS, JSON, max_size=5), typical=st.booleans())
-def test_no_json_gives_a_500(served: Served, path: str, body: dict[str, Any], typical: bool) -> None:
-    base: dict[str, Any] = BASES.get(path, {}) if typical else {}
-    raw = json.dumps({**base, **body}).encode()
-    response = served.http.post(path, content=raw)
-    assert response.status_code < 500, (raw, response.text)
-    if response.status_code >= 400:
-        check_error(response, response.status_code)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from(POSTS), raw=st.binary(max_size=60))
-def test_no_bytes_give_a_500(served: Served, path: str, raw: bytes) -> None:
-    check_error(served.http.post(path, content=raw))
