@@ -28,6 +28,7 @@ class EngineConfig:
 
     max_num_batched_tokens  the token budget of a step
     num_gpu_blocks_override pool size in blocks, on the CPU too; else kv_cache_memory_bytes, else a share
+    swap_space              GiB of host memory for KV of preempted requests and of evicted prefixes; 0: none
     gpu_memory_utilization  share of the device's memory (on a CPU: of available memory) for everything
     script                  a JSON file of token ids to answer with in place of a model: the server by itself
     async_scheduling        launch step N + 1 before step N is collected; None: where the device runs by itself
@@ -51,6 +52,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
+    swap_space: float = 0.0
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     async_scheduling: bool | None = None
@@ -79,11 +81,20 @@ class EngineConfig:
             _at_least(flag, getattr(self, flag), 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         self._check_baselines()
+        self._check_swap_space()
         if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):
             raise StartError(f"--block-size must be a power of two, got {self.block_size}")
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise StartError(f"--gpu-memory-utilization must be in (0, 1], got {share}")
+
+    def _check_swap_space(self) -> None:
+        if not 0.0 <= self.swap_space < float("inf"):
+            raise StartError(f"--swap-space must be at least 0 GiB, got {self.swap_space:g}", param="swap_space")
+        if self.swap_space and (self.kv_cache == "off" or self.kv_allocation != "paged"):
+            raise StartError(
+                "--swap-space moves KV in blocks: it needs --kv-cache on and --kv-allocation paged", param="swap_space"
+            )
 
     def _check_baselines(self) -> None:
         _one_of("--batching", self.batching, BATCHINGS)

@@ -46,7 +46,7 @@ RECORD: dict[str, Any] = {
                             "others_prefill_rows": 1,
                         },
                     }
-                ]
+                ],
             },
         }
     ],

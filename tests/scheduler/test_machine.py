@@ -130,6 +130,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
 
+    @invariant()
+    def little_holds(self) -> None:
+        if hasattr(self, "scheduler"):
+            now_ns = self.simulation.clock()
+            self.scheduler.settle(now_ns)
+            books: Any = self.simulation.books
+            states = books.little(now_ns)["states"]
+            assert not any(state["difference_ns"] for state in states.values()), states
+
+    def check_tokens(self, request: Request) -> None:
+        """Every position a step computed is one of: prompt, a token's input, again, beyond the end, lost."""
+        books: Any = self.simulation.books
+        [tokens] = [a.tokens() for a in books.accounts.of(request.id) if a.request is request]
+        own = tokens["prompt"] - tokens["cached"] - tokens["shared"] + tokens["generated"] - 1
+        beside = tokens["recomputed"] + tokens["overshoot"] + tokens["lost"]
+        assert tokens["computed"] == own + beside, f"{request}: {tokens}"
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -139,6 +156,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert_idle(self.simulation, self.requests)
         assert len(self.simulation.ended) == len(self.requests)
         for request in self.requests:
+            if request.num_generated:
+                self.check_tokens(request)
             output, alone = self.simulation.outputs[request.key], solo_output(request, self.rig)
             whole = request.key not in self.stopped and request.reason is not FinishReason.ERROR
             assert output == alone if whole else output == alone[: len(output)], f"{request} differs from solo"

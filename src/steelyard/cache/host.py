@@ -21,7 +21,7 @@ from steelyard.core.step import Swap
 
 @dataclass(frozen=True, slots=True)
 class HostUsage:
-    """Slots over all groups: total = clean + cached + swapped (of displaced requests, or being read)."""
+    """Slots of a group or of all: total = clean + cached + swapped (of displaced requests, or being read)."""
 
     total: int = 0
     clean: int = 0
@@ -149,9 +149,15 @@ class HostTier:
         return sum(pool.forget(namespace) for pool in self._pools)
 
     def usage(self) -> HostUsage:
-        total = sum(p.num_blocks for p in self._pools)
-        clean, cached = sum(p.num_clean for p in self._pools), sum(p.num_cached for p in self._pools)
-        return HostUsage(total, clean, cached, total - clean - cached)
+        """Of all groups together."""
+        groups = self.usage_of_groups()
+        return HostUsage(*(sum(getattr(use, name) for use in groups) for name in HostUsage.__slots__))
+
+    def usage_of_groups(self) -> list[HostUsage]:
+        return [
+            HostUsage(p.num_blocks, p.num_clean, p.num_cached, p.num_blocks - p.num_clean - p.num_cached)
+            for p in self._pools
+        ]
 
     def check(self) -> None:
         """Raises AssertionError unless references are those of swapped requests and of noted copies."""

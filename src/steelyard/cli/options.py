@@ -61,6 +61,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
     add("--block-size", type=int, metavar="TOKENS", help="of a KV block, a power of two")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="size of the KV pool in blocks, on a CPU too")
     add("--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="size of the KV pool, such as 1GiB")
+    add("--swap-space", type=float, metavar="GIB", help="host memory for KV that has to leave the device (default: 0)")
     add("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the device's memory, for everything")
     add(
         "--enable-prefix-caching",

@@ -175,6 +175,7 @@ class RunnerCaps:
     """What a runner can hold. `num_blocks[g]` counts group g's usable blocks, numbered from 1 (0 is the null block).
 
     num_host_blocks  the same of the host tier's slots; empty where there is none
+    host_bandwidth   bytes/s one way between them and the device, measured at the start
     """
 
     block_size: int
@@ -188,6 +189,7 @@ class RunnerCaps:
     fingerprint: str
     kv_layout: str
     num_host_blocks: tuple[int, ...] = ()
+    host_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

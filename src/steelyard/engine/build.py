@@ -15,6 +15,7 @@ from steelyard.checkpoint.find import open_checkpoint
 from steelyard.config import EngineConfig
 from steelyard.core.step import KvGroup, Runner, RunnerCaps
 from steelyard.engine.baselines import batching_of, reserve_of, scheduler_options
+from steelyard.engine.costs import EngineCost
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.engine.ledgers import Ledgers
 from steelyard.engine.measures import block_bytes, measure_on, plan_device
@@ -54,22 +55,17 @@ def build_engine(
     began_ns = clock_ns()
     if checkpoint is None:
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
-    eos_token_ids = checkpoint.eos_token_ids
-    runner: Runner
-    if config.script is not None:
-        script = Script.load(Path(config.script))
-        eos_token_ids |= {script.eos_token_id}
-        runner = ScriptedRunner(_script_caps(config, checkpoint), script, clock=clock_ns)
-    else:
-        runner = _start_runner(checkpoint, config)
+    runner, eos_token_ids = _runner_of(checkpoint, config, clock_ns)
     caps = runner.caps
-    cache = CacheManager(caps, config.caches_prefixes, reserve_of(config, caps))
-    options = scheduler_options(config, caps)
-    order = Priority() if config.scheduling_policy == "priority" else Fcfs()
-    scheduler = Scheduler(caps, cache, options, order=order, batching=batching_of(config, caps), faults=faults)
     shape = ModelShape.from_config(dict(checkpoint.config))
     device = plan_device() if config.script is None and config.device != "cpu" else None
     measure = measure_on(device, shape, caps) if device is not None else None
+    cache = CacheManager(caps, config.caches_prefixes, reserve_of(config, caps))
+    options = scheduler_options(config, caps)
+    ledgers = Ledgers(caps.max_rows, clock_ns(), measure)
+    order = Priority() if config.scheduling_policy == "priority" else Fcfs()
+    batching, cost = batching_of(config, caps), EngineCost(caps, block_bytes(shape, caps), ledgers.book, measure)
+    scheduler = Scheduler(caps, cache, options, order=order, batching=batching, cost=cost, faults=faults)
     engine = Engine(
         runner,
         cache,
@@ -84,10 +80,21 @@ def build_engine(
             config=_effective(config, runner, scheduler),
         ),
         clock_ns=clock_ns,
-        ledgers=Ledgers(scheduler.max_num_seqs, clock_ns(), measure),
+        ledgers=ledgers,
     )
     _say(engine, (clock_ns() - began_ns) / 1e9)
     return engine
+
+
+def _runner_of(
+    checkpoint: Checkpoint, config: EngineConfig, clock_ns: Callable[[], int]
+) -> tuple[Runner, frozenset[int]]:
+    """The model's runner or the script's, and the ids that end a text."""
+    if config.script is None:
+        return _start_runner(checkpoint, config), checkpoint.eos_token_ids
+    script = Script.load(Path(config.script))
+    runner = ScriptedRunner(_script_caps(config, checkpoint), script, clock=clock_ns)
+    return runner, checkpoint.eos_token_ids | {script.eos_token_id}
 
 
 def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
@@ -102,6 +109,7 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        swap_space_bytes=int(config.swap_space * GIB),
         enforce_eager=config.enforce_eager,
         overlap=config.async_scheduling,
         seed=config.seed,
@@ -181,6 +189,9 @@ def _say(engine: Engine, took_s: float) -> None:
         *(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         *("on" if engine.cache.enable_prefix_caching else "off", "on" if caps.overlaps else "off"),
     )
+    if caps.num_host_blocks:
+        blocks, rate = "+".join(map(str, caps.num_host_blocks)), caps.host_bandwidth / 1e9
+        _log.info("host tier: %s blocks, copied at %.1f GB/s one way", blocks, rate)
     say_memory(memory, engine.options.start_seconds)
     capacity = engine.cache.capacity_tokens()
     if capacity < caps.max_model_len:

@@ -62,6 +62,7 @@ def status(engine: Engine) -> Status:
             "kv_slack_tokens": usage.slack_tokens,
             "kv_blocks_peak": engine.cache.most_active(),
             "kv_largest_run": engine.cache.largest_run(),
+            **{f"host_blocks_{state}": num for state, num in asdict(engine.cache.host.usage()).items()},
         },
     )
 
@@ -75,6 +76,8 @@ def _work(engine: Engine) -> dict[str, int]:
         "padded_tokens": engine.ledgers.padded_tokens,
         "held_slots": engine.scheduler.held_slots,
         "kv_fragmented": engine.cache.num_fragmented(),
+        "host_blocks_out": engine.cache.host.num_out,
+        "host_blocks_in": engine.cache.host.num_in,
     }
 
 

@@ -7,6 +7,7 @@ memory      bytes by what holds them          little      both sides of the law 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steelyard.engine.ledgers import Ledgers
@@ -85,6 +86,10 @@ def memory(engine: Engine) -> dict[str, Any]:
                 "bytes": pool_bytes(use, size, block_bytes),
             }
             for use, block_bytes in zip(uses, sizes)
+        ],
+        "host_pools": [
+            {**asdict(use), "bytes": {state: num * block_bytes for state, num in asdict(use).items()}}
+            for use, block_bytes in zip(engine.cache.host.usage_of_groups(), sizes)
         ],
     }
 

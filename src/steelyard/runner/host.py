@@ -10,6 +10,7 @@ new step waits for it, before its own copies and its work. A block is one run of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from steelyard.core.step import Swap
 from steelyard.errors import StartError
+
+MEASURED_BYTES = 64 * 2**20
+MEASURED_TIMES = 4
 
 
 class Queue(Protocol):
@@ -65,6 +69,9 @@ class HostPool:
             for num, pool in zip(num_slots, pools)
         ]
 
+        self.bandwidth = self._measure()
+        """Bytes/s one way, measured: the mean of both ways."""
+
     @property
     def num_slots(self) -> tuple[int, ...]:
         return tuple(len(slots) for slots in self.slots)
@@ -84,6 +91,21 @@ class HostPool:
                     on_host = self.slots[group][slot - 1 : slot - 1 + count]
                     target, source = (on_host, on_device) if out else (on_device, on_host)
                     target.copy_(source, non_blocking=True)
+
+    def _measure(self) -> float:
+        """Copy some blocks to and fro, in the form swaps have; the best of a few times."""
+        group = max(range(len(self.slots)), key=lambda g: self.slots[g].nbytes)
+        size = self.slots[group][0].nbytes
+        count = max(1, min(len(self.slots[group]), len(self._pools[group]) - 1, MEASURED_BYTES // size))
+        best_s = float("inf")
+        for _ in range(MEASURED_TIMES):
+            began = time.perf_counter()
+            for out in (True, False):
+                self.swap([Swap(group, 1 + i, 1 + i, out) for i in range(count)])
+            if self._pools[group].device.type == "cuda":
+                torch.cuda.synchronize(self._pools[group].device)
+            best_s = min(best_s, time.perf_counter() - began)
+        return 2 * count * size / best_s
 
 
 def runs(swaps: Sequence[Swap]) -> list[tuple[int, int, int, int]]:

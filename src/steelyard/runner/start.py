@@ -93,6 +93,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         fingerprint=checkpoint.fingerprint,
         kv_layout=kv_layout(dtype, kv_dtype, limits.block_size),
         num_host_blocks=kv.num_host_blocks,
+        host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
     )
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
     terms = _terms(budget, kv.nbytes, context_bytes)

@@ -196,6 +196,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         fingerprint=checkpoint.fingerprint,
         kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size),
         num_host_blocks=kv.num_host_blocks,
+        host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
     )
     machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
     runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)

@@ -8,8 +8,6 @@ Coefficients are injected; without any, KV is worth its tokens and a swap is tak
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from steelyard.core.request import Request
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.protocols import Cost, Order
@@ -23,7 +21,6 @@ class Preempter:
         self._live = live
         self._order = order
         self._cost = cost
-        self._prices = lru_cache(4096)(self._price)
 
     def victim(self, now_ns: int) -> Resident | None:
         """Whom to preempt: a paused request first, else the last by the key above; never the anchor.
@@ -58,10 +55,8 @@ class Preempter:
 
     def _prices_of(self, num_tokens: int) -> tuple[int, int]:
         """(recompute, swap one way) in nanoseconds, of whole blocks: there are few different numbers of those."""
-        size = self._live.cache.block_size
-        return self._prices(-(-num_tokens // size) * size)
-
-    def _price(self, num_tokens: int) -> tuple[int, int]:
         if self._cost is None or not num_tokens:
             return num_tokens, 0
-        return self._cost.recompute_ns(num_tokens), self._cost.swap_ns(num_tokens)
+        size = self._live.cache.block_size
+        whole = -(-num_tokens // size) * size
+        return self._cost.recompute_ns(whole), self._cost.swap_ns(whole)

@@ -29,6 +29,11 @@ ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
     "recomputed_tokens": ("steelyard:recomputed_tokens_total", "Positions computed again after a preemption."),
     "overshoot_tokens": ("steelyard:overshoot_tokens_total", "Tokens computed beyond a request's end."),
     "prefill_chunks": ("steelyard:prefill_chunks_total", "Pieces in which prompts were computed."),
+    "swaps_out": ("steelyard:swaps_out_total", "Preemptions that kept their KV on the host."),
+    "swaps_in": ("steelyard:swaps_in_total", "Swapped choices that came back."),
+    "host_blocks_out": ("steelyard:host_blocks_out_total", "Blocks copied from the device to the host tier."),
+    "host_blocks_in": ("steelyard:host_blocks_in_total", "Blocks copied from the host tier to the device."),
+    "host_hits_tokens": ("steelyard:host_prefix_hits_total", "Of prefix hits, the tokens copied from the host tier."),
     "forks": ("steelyard:forks_total", "Choices that took over a sibling's prompt."),
     "steps": ("steelyard:steps_total", "Steps run."),
     "step_device_ns": ("steelyard:step_device_seconds_total", "Device time of steps."),
@@ -159,6 +164,12 @@ def _engine_lines(status: Status | None, common: str) -> list[str]:
     usage = now.blocks_active / total
     lines += gauge_line("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests.", usage, common)
     lines += gauge_lines("steelyard:kv_blocks", "Blocks: total = clean + cached (evictable) + active.", blocks, common)
+    host: dict[Labels, float] = {
+        (("state", state),): now.gauges.get(f"host_blocks_{state}", 0)
+        for state in ("total", "clean", "cached", "swapped")
+    }
+    text = "Blocks of the host tier: total = clean + cached (evictable) + swapped (of displaced choices)."
+    lines += gauge_lines("steelyard:host_blocks", text, host, common)
     stalled = now.stalled_ns / NS
     lines += gauge_line("steelyard:engine_stalled_seconds", "Since a step made progress, if due.", stalled, common)
     for key, (name, help) in ENGINE_COUNTERS.items():
