@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from steelyard.core.step import KvGroup
 from steelyard.core.timed import State, Timed
 from steelyard.ledger.accounts import Accounts
 from steelyard.ledger.book import CPU_LATE, NO_WORK, StepBook
@@ -22,13 +26,13 @@ def ask(harness: Harness, what: str) -> Any:
 
 def outcomes(overlap: bool, seed: int = 1, num_requests: int = 40, **options: Any) -> Harness:
     """Requests of many kinds, some stopped early, some with a stop string, some failing, some refused."""
+    options.setdefault("num_blocks", (40,))
     rng = random.Random(seed)
     failing = {"r7", "r21"}
     harness = Harness(
         overlap=overlap,
         fail=lambda plan, work: "not a number" if rng.random() < 0.006 else None,
         faults=_FirstTokens(failing),
-        num_blocks=(40,),
         **options,
     )
     shared = [rng.randrange(1000) for _ in range(24)]
@@ -123,6 +127,41 @@ def test_every_outcome_is_accounted_for_to_the_nanosecond_and_the_token(
     for account in everyone:
         final = account.as_dict(harness.clock.now_ns)
         assert sum(final["buckets_ns"].values()) == final["total_ns"] == account.request.total_ns
+
+
+LAYERS = {"full": (KvGroup(1),), "windowed": (KvGroup(1), KvGroup(1, 8))}
+
+
+def all_laws(overlap: bool, layers: str, seed: int) -> Counter[str]:
+    """A storm in which every law is held at every step and at the end; what happened in it."""
+    groups = LAYERS[layers]
+    harness = outcomes(overlap, seed, 20, groups=groups, num_blocks=(33,) * len(groups))
+    check_steps(harness)
+    check_tokens(harness)
+    accounts, totals = harness.engine.ledgers.accounts, harness.engine.ledgers.book.totals
+    everyone = [a for key in harness.ends for a in accounts.of(key[0]) if a.request.key == key]
+    assert sum(a.computed_tokens for a in everyone) == totals.num_tokens
+    assert sum(a.cost_ns for a in everyone) == totals.requests_ns
+    for account in everyone:
+        assert sum(account.request.buckets_ns.values()) == account.request.total_ns
+    happened = Counter({name: sum(a.tokens()[name] for a in everyone) for name in everyone[0].tokens()})
+    counters = harness.scheduler.counters
+    return happened + Counter({"preemptions": counters.preemptions, "forks": counters.forks})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_laws_hold_over_windows_forks_preemption_and_overlap(overlap: bool, layers: str) -> None:
+    happened = all_laws(overlap, layers, 2)
+    wanted = ("preemptions", "forks", "recomputed", "shared", "cached", "overshoot", "lost")
+    assert all(happened[name] > 0 for name in wanted), happened
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.sampled_from(sorted(LAYERS)), st.integers(0, 2**32))
+def test_the_laws_hold_in_any_storm(overlap: bool, layers: str, seed: int) -> None:
+    all_laws(overlap, layers, seed)
 
 
 def test_a_request_that_was_refused_is_closed_and_counted() -> None:
