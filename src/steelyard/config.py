@@ -13,7 +13,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
 MAX_API_SERVERS = 64
 LOG_FORMATS = ("text", "json")
-SCHEDULING_POLICIES = ("fcfs", "priority")
+SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "slo")
 KV_CACHE_DTYPES = ("auto", "fp8")
 BATCHINGS = ("static", "dynamic", "continuous")
 KV_CACHES = ("on", "off")
@@ -64,6 +64,8 @@ class EngineConfig:
     kv_allocation: str = "paged"
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_window: int | None = None
+    kv_sinks: int | None = None
     scheduling_policy: str = "fcfs"
     deterministic: bool = False
     seed: int = 0
@@ -76,6 +78,10 @@ class EngineConfig:
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _at_least("kv_window", self.kv_window, 1)
+        _at_least("kv_sinks", self.kv_sinks, 0)
+        if self.kv_sinks is not None and self.kv_window is None:
+            raise StartError("--kv-sinks belongs to --kv-window: give both or neither")
         _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             _at_least(flag, getattr(self, flag), 1)
@@ -129,6 +135,7 @@ class ServerConfig:
     header_timeout_s       from the connection, or the first byte of a later request, to the end of its headers
     slow_client_timeout_s  how long a reader may take nothing of its stream before it is dropped
     max_input_tokens ...   limits of one request, prompt, output, and both; None: what context and KV pool allow
+    ttft_slo_ms, tpot_slo_ms  targets of requests that bring none and whose tenants have none, for slo scheduling
     tenants, api_key_file  who may ask; without either, anybody may do everything
     public_metrics         /metrics needs no key
     api_server_count       HTTP processes that share the address and the engine
@@ -152,6 +159,8 @@ class ServerConfig:
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     max_total_tokens: int | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
     ignore_unknown_fields: bool = False
     tenants: str | None = None
     api_key: tuple[str, ...] = ()
@@ -183,6 +192,9 @@ class ServerConfig:
         for name in ("header_timeout_s", "body_timeout_s", "slow_client_timeout_s", "stall_limit_s"):
             if not getattr(self, name) > 0:
                 raise StartError(f"--{name.removesuffix('_s').replace('_', '-')} must be above 0 s")
+        for name in ("ttft_slo_ms", "tpot_slo_ms"):
+            if not (getattr(self, name) is None or getattr(self, name) > 0):
+                raise StartError(f"--{name.replace('_', '-')} must be above 0 ms")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise StartError("--ssl-keyfile and --ssl-certfile belong together: give both")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -33,7 +33,7 @@ def tenants() -> Tenants:
 
 EXTRA = {
     "acme": "max_concurrent_requests = 2\nmax_in_flight_tokens = 100",
-    "beta": "max_tokens_per_minute = 60",
+    "beta": "max_tokens_per_minute = 60\nweight = 2.5\nttft_slo_ms = 300",
     "root": "operator = true",
 }
 
@@ -43,8 +43,8 @@ def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     """A server with tenants, and limits of its own on one request."""
     limits = {"max_input_tokens": 90, "max_output_tokens": 80, "max_total_tokens": 120}
     lenient = {"ignore_unknown_fields": True, "body_timeout_s": 0.3, "slow_client_timeout_s": 0.3}
-    origins = {"allowed_origins": ("https://page.example",)}
-    for url, engine, service in start(tokenizer, None, tenants(), **limits, **lenient, **origins):
+    others = {"allowed_origins": ("https://page.example",), "ttft_slo_ms": 500.0, "tpot_slo_ms": 50.0}
+    for url, engine, service in start(tokenizer, None, tenants(), **limits, **lenient, **others):
         with httpx.Client(base_url=url, timeout=20) as http:
             yield Served(url, engine, service, tokenizer, http)
 
@@ -174,6 +174,30 @@ def test_a_rate_counts_prompts_and_outputs_and_says_when_it_is_open_again(keyed:
     refused = as_tenant(keyed, "beta")
     assert refused.status_code == 429
     assert 35 <= int(refused.headers["retry-after"]) <= 42
+
+
+def test_weight_and_targets_are_the_requests_own_or_its_tenants_or_the_flags(keyed: Served) -> None:
+    """The target for the first token counts from the request's arrival: what it has taken until now is taken off."""
+    info = keyed.service.client.info
+    assert info is not None
+    keyed.service.admission.load_of(keyed.service.tenants.all["beta"]).level = 60.0
+    refused = as_tenant(keyed, "root", ttft_slo_ms=200).json()["error"]
+    assert (refused["param"], refused["code"]) == ("ttft_slo_ms", "unsupported_parameter")
+    assert "--scheduling-policy slo" in refused["message"]
+    info.config["scheduling_policy"] = "slo"
+    try:
+        for name, body, weight, ttft_ms, tpot_ms in (
+            ("root", {}, 1.0, 500, 50),
+            ("beta", {}, 2.5, 300, 50),
+            ("beta", {"ttft_slo_ms": 200, "tpot_slo_ms": 20}, 2.5, 200, 20),
+        ):
+            assert as_tenant(keyed, name, **body).status_code == 200
+            submit = keyed.engine.submits[-1]
+            assert (submit.weight, submit.tpot_slo_ns) == (weight, tpot_ms * 1_000_000)
+            assert submit.ttft_slo_in_ns is not None
+            assert submit.ttft_slo_in_ns < ttft_ms * 1_000_000
+    finally:
+        del info.config["scheduling_policy"]
 
 
 def test_the_servers_limits_on_one_request_name_their_flag(keyed: Served) -> None:

@@ -69,13 +69,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
         help="keep the KV of finished requests for later ones with the same beginning (default: on)",
     )
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="fp8: one byte a number (default: auto, as computed)")
+    add("--kv-window", type=int, metavar="TOKENS", help="forget all but the latest tokens and the sinks (default: off)")
+    add("--kv-sinks", type=int, metavar="TOKENS", help="first tokens kept beside --kv-window (default: 4)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     add(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         help="plan a step while the one before it runs (default: on a GPU)",
     )
-    add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="who goes first (default: fcfs)")
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="who goes first (default: fcfs; see docs/serving.md)")
     add("--deterministic", action="store_true", help="the same bits for a request in any company; slow, CPU only")
     add("--seed", type=int, metavar="N", help="of requests that bring none, and of dummy weights (default: 0)")
     add("--skip-tokenizer-init", action="store_true", help="token ids in, token ids out")

@@ -116,6 +116,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--max-input-tokens", help="prompt of one request", **_TOKENS)
     add("--max-output-tokens", help="output of one choice", **_TOKENS)
     add("--max-total-tokens", help="prompt and output of one request", **_TOKENS)
+    add("--ttft-slo-ms", type=float, metavar="MS", help="target for the first token (--scheduling-policy slo)")
+    add("--tpot-slo-ms", type=float, metavar="MS", help="and for each further one; tenants and requests may differ")
     add("--max-num-queued-reqs", type=int, metavar="N", help="requests that may wait for their first token")
     add("--max-num-queued-tokens", help="prompt tokens that may wait", **_TOKENS)
     add("--max-body-bytes", type=parse_size, metavar="SIZE", help="largest request body (default: 8MiB)")

@@ -64,6 +64,8 @@ def make_choices(submit: Submit, seed: int, eos_token_ids: frozenset[int], now_n
         )
         choice.has_grammar = bool(submit.grammar)
         choice.pooling = WANTS[submit.want]
+        choice.weight = submit.weight
+        choice.ttft_slo_ns, choice.tpot_slo_ns = submit.ttft_slo_in_ns, submit.tpot_slo_ns
         first = first or choice
         yield choice
 

@@ -19,14 +19,13 @@ from steelyard.engine.costs import EngineCost
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.engine.ledgers import Ledgers
 from steelyard.engine.measures import block_bytes, measure_on, plan_device
+from steelyard.engine.ordering import order_of
 from steelyard.engine.startup import say_memory, start_seconds
 from steelyard.errors import StartError
 from steelyard.plan.shape import ModelShape
 from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
 from steelyard.runner.start import start_runner
-from steelyard.scheduler.policies.fcfs import Fcfs
-from steelyard.scheduler.policies.priority import Priority
 from steelyard.scheduler.protocols import Faults
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.scripted import Script, ScriptedRunner
@@ -63,7 +62,8 @@ def build_engine(
     cache = CacheManager(caps, config.caches_prefixes, reserve_of(config, caps))
     options = scheduler_options(config, caps)
     ledgers = Ledgers(caps.max_rows, clock_ns(), measure)
-    order = Priority() if config.scheduling_policy == "priority" else Fcfs()
+    max_tokens = min(caps.max_batched_tokens, config.max_num_batched_tokens or caps.max_batched_tokens)
+    order = order_of(config.scheduling_policy, ledgers, max_tokens)
     batching, cost = batching_of(config, caps), EngineCost(caps, block_bytes(shape, caps), ledgers.book, measure)
     scheduler = Scheduler(caps, cache, options, order=order, batching=batching, cost=cost, faults=faults)
     engine = Engine(

@@ -208,6 +208,9 @@ class EngineClient:
             want=terms.want,
             deadline_in_ns=None if terms.deadline_ns is None else terms.deadline_ns - spent_ns,
             first_token_in_ns=None if terms.first_token_ns is None else terms.first_token_ns - spent_ns,
+            ttft_slo_in_ns=None if terms.ttft_slo_ns is None else terms.ttft_slo_ns - spent_ns,
+            tpot_slo_ns=terms.tpot_slo_ns,
+            weight=terms.weight,
         )
 
     def stop_choice(self, collector: Collector, index: int, keep: int) -> None:

@@ -103,6 +103,8 @@ class AccountBody(Body, kw_only=True):
     cache_salt: str | None = None
     ttft_deadline_ms: Milliseconds | None = None
     deadline_ms: Milliseconds | None = None
+    ttft_slo_ms: Milliseconds | None = None
+    tpot_slo_ms: Milliseconds | None = None
     user: str | None = None  # no effect
 
 

@@ -133,8 +133,8 @@ class ResponsesBody(AccountBody, kw_only=True):
 
 
 _SAME_NAME = """
-    model priority cache_salt ttft_deadline_ms deadline_ms stream temperature top_p parallel_tool_calls
-    top_k min_p seed repetition_penalty stop chat_template_kwargs
+    model priority cache_salt ttft_deadline_ms deadline_ms ttft_slo_ms tpot_slo_ms stream temperature top_p
+    parallel_tool_calls top_k min_p seed repetition_penalty stop chat_template_kwargs
 """
 
 

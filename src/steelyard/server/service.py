@@ -119,20 +119,29 @@ class Service:
             raise EngineDead(stuck)
 
     def terms(self, tenant: Tenant, body: AccountBody) -> Terms:
-        """On whose account a request runs. Raises InvalidRequest for a priority that would have no effect."""
-        if body.priority and self._ready.config.get("scheduling_policy") != "priority":
-            raise InvalidRequest(
-                "priority: this server serves first come, first served; it is started with "
-                "--scheduling-policy priority, or leave the field out",
-                param="priority",
-                code="unsupported_parameter",
-            )
+        """On whose account a request runs. Raises InvalidRequest for a priority or target that would have no effect."""
+        policy = self._ready.config.get("scheduling_policy")
+        for name, value, needed in (
+            ("priority", body.priority, "priority"),
+            ("ttft_slo_ms", body.ttft_slo_ms, "slo"),
+            ("tpot_slo_ms", body.tpot_slo_ms, "slo"),
+        ):
+            if value and policy != needed:
+                raise InvalidRequest(
+                    f"{name}: this server schedules by {policy}; it is started with --scheduling-policy {needed}, or "
+                    "leave the field out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
         return Terms(
             tenant=tenant.name,
             namespace=self.tenants.namespace(tenant, body.cache_salt),
             priority=tenant.priority if body.priority is None else body.priority,
             first_token_ns=_ns(body.ttft_deadline_ms),
             deadline_ns=_ns(body.deadline_ms),
+            ttft_slo_ns=_ns(_first(body.ttft_slo_ms, tenant.ttft_slo_ms, self.config.ttft_slo_ms)),
+            tpot_slo_ns=_ns(_first(body.tpot_slo_ms, tenant.tpot_slo_ms, self.config.tpot_slo_ms)),
+            weight=tenant.weight,
         )
 
     def set_tenants(self, tenants: Tenants) -> None:
@@ -208,6 +217,11 @@ def _over(what: str, limit: int, flag: str, param: str) -> ContextLengthExceeded
     return ContextLengthExceeded(
         f"{what}, but this server's limit is {limit} ({flag}); shorten the prompt or lower max_tokens", param=param
     )
+
+
+def _first(*values: float | None) -> float | None:
+    """The first that is given."""
+    return next((value for value in values if value is not None), None)
 
 
 def _ns(milliseconds: float | None) -> int | None:

@@ -30,7 +30,8 @@ _LIMITS = ("max_concurrent_requests", "max_in_flight_tokens", "max_tokens_per_mi
 class Tenant:
     """One customer of this server, as the operator declared it.
 
-    weight           share of the machine under a fair policy
+    weight           share of the machine under fair scheduling
+    ttft_slo_ms ...  targets of its requests that bring none, under slo scheduling
     operator         sees every tenant and may change the server's state
     priority         of its requests that name none; lower goes first
     max_...          its own limits, None: none; in-flight tokens are prompts and outputs of requests being served

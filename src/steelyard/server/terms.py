@@ -19,6 +19,8 @@ class Terms:
 
     first_token_ns, deadline_ns  limits for the first token and for all of it; None: none
     grammar                      what its output is held to, as llguidance has it; "": free text
+    ttft_slo_ns, tpot_slo_ns     targets for the first token and for each further one; None: none
+    weight                       of the tenant
     want                         tokens, or a vector: pool_last, pool_mean
     """
 
@@ -27,5 +29,8 @@ class Terms:
     priority: int = 0
     first_token_ns: int | None = None
     deadline_ns: int | None = None
+    ttft_slo_ns: int | None = None
+    tpot_slo_ns: int | None = None
+    weight: float = 1.0
     grammar: str = ""
     want: str = "tokens"

@@ -26,6 +26,7 @@ class Submit(_Message, frozen=True):
     want     tokens; or pool_last, pool_mean: the answer is one vector of hidden-state values, and no token is made
     grammar  what the output must be, in llguidance's JSON; after a `Vocabulary`
     deadline_in_ns, first_token_in_ns  when it must have ended, and when it must have a token, from now
+    ttft_slo_in_ns, tpot_slo_ns  targets for the first token, from now, and for each further one; weight: its tenant's
     """
 
     id: str
@@ -39,6 +40,9 @@ class Submit(_Message, frozen=True):
     want: str = "tokens"
     first_token_in_ns: int | None = None
     grammar: str = ""
+    ttft_slo_in_ns: int | None = None
+    tpot_slo_ns: int | None = None
+    weight: float = 1.0
 
 
 class Stop(_Message, frozen=True):
