@@ -46,6 +46,10 @@ class State(Enum):
     CLIENT_SLOW = "client_slow"
     ENDED = "ended"
 
+    # Members are compared by identity, so may be hashed by it: an Enum's own hash is a call into Python at each look-up
+    # of a bucket.
+    __hash__ = object.__hash__
+
     @property
     def waiting(self) -> bool:
         """True for the states of a request that has not been admitted or was displaced and waits to return."""
