@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,12 @@ from steelyard.core.request import FinishReason
 from steelyard.server import response_store
 from steelyard.server.protocol import Message
 from steelyard.server.response_store import ResponseNotFound, ResponseStore
+from steelyard.server.tenants import Tenant, Tenants
+from steelyard.text.chat import ChatTemplate
+from steelyard.text.tokenizer import Tokenizer
 from steelyard.text.tools import FORMATS
+from tests import tiny_model
+from tests.server.real_engine import RealEngine, serve
 from tests.server.served import Served
 from tests.server.test_bad_requests import check_error
 
@@ -145,6 +152,61 @@ def test_a_conversation_goes_on_without_its_instructions(served: Served) -> None
     assert (error["param"], error["code"]) == ("previous_response_id", "response_not_found")
     unkept = served.openai.responses.create(model="tiny", input="one", store=False)
     assert check_error(served.http.get(f"{PATH}/{unkept.id}"), 404)["code"] == "response_not_found"
+
+
+KEYS = {name: hashlib.sha256(name.encode()).digest() for name in ("acme", "other")}
+
+
+def table(**more: bytes) -> Tenants:
+    """Two tenants whose keys are their names, and more keys."""
+    return Tenants([Tenant(n, key_hashes=(key, *([more[n]] if n in more else []))) for n, key in KEYS.items()], b"x")
+
+
+@pytest.fixture
+def two(tokenizer: Tokenizer) -> Iterator[Served]:
+    template = ChatTemplate(tiny_model.TEMPLATE, tiny_model.BOS, tiny_model.IM_END)
+    yield from serve(tokenizer, template, RealEngine(vocab_size=tokenizer.vocab_size), tenants=table())
+
+
+def test_a_tenant_finds_its_own_answers_only_and_none_once_it_has_lost_a_key(two: Served) -> None:
+    def ask(name: str, method: str, path: str = PATH, **body: Any) -> Any:
+        head = {"authorization": f"Bearer {name}"}
+        return two.http.request(method, path, headers=head, json=body or None)
+
+    id = ask("acme", "POST", input="one", max_output_tokens=3).json()["id"]
+    assert ask("acme", "GET", f"{PATH}/{id}").json()["id"] == id
+    assert check_error(ask("other", "GET", f"{PATH}/{id}"), 404)["code"] == "response_not_found"
+    check_error(ask("other", "DELETE", f"{PATH}/{id}"), 404)
+    check_error(ask("other", "POST", input="two", previous_response_id=id), 404)
+    assert ask("acme", "POST", input="two", previous_response_id=id, max_output_tokens=3).status_code == 200
+    two.run(two.service.set_tenants, table(acme=b"y" * 32))
+    assert ask("acme", "GET", f"{PATH}/{id}").status_code == 200, "it has gained a key and lost none"
+    two.run(two.service.set_tenants, table())
+    assert ask("acme", "GET", f"{PATH}/{id}").status_code == 404
+
+
+def test_the_async_client_and_the_streaming_helper_with_tools(tooled: Served) -> None:
+    class Add(BaseModel):
+        """adds"""
+
+        a: int
+
+    tooled.say('<tool_call>\n{"name": "Add", "arguments": {"a": 1}}\n</tool_call>')
+
+    function: Any = openai.pydantic_function_tool(Add)["function"]
+
+    async def ask() -> Any:
+        async with tooled.async_openai as client:
+            asked = await client.responses.parse(model="tiny", input="x", tools=[{"type": "function", **function}])
+            return [item.parsed_arguments for item in asked.output if item.type == "function_call"]
+
+    assert asyncio.run(ask()) == [{"a": 1}]
+    user: Any = [{"role": "user", "content": "one two"}]
+    tools = [openai.pydantic_function_tool(Add)]
+    with tooled.openai.chat.completions.stream(model="tiny", messages=user, tools=tools) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        [call] = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert [event.parsed_arguments for event in done] == [Add(a=1)] == [call.function.parsed_arguments]
 
 
 def test_what_is_kept_is_bounded_by_time_number_and_bytes_and_is_each_tenants_own(

@@ -67,6 +67,10 @@ class ResponseStore:
         self.get(tenant, id)
         del self._shelves[tenant][id]
 
+    def forget(self, tenant: str) -> None:
+        """All of a tenant's: it has lost a key."""
+        self._shelves.pop(tenant, None)
+
     def _shelf(self, tenant: str) -> OrderedDict[str, Kept]:
         """A tenant's answers that are not too old, oldest first."""
         shelf = self._shelves.setdefault(tenant, OrderedDict())

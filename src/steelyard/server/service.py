@@ -146,8 +146,12 @@ class Service:
 
     def set_tenants(self, tenants: Tenants) -> None:
         """Take over a changed table, made with the same server key; revoked keys end here, and what they cached."""
-        for namespace in self.tenants.revoked_in(tenants):
+        revoked = self.tenants.revoked_in(tenants)
+        for namespace in revoked:
             self.client.control("drop_cache", namespace)
+        for name, tenant in self.tenants.all.items():
+            if self.tenants.namespace(tenant) in revoked:
+                self.responses.forget(name)
         self.tenants = tenants
 
     async def grammar(self, body: GenerationBody) -> str:
