@@ -164,6 +164,21 @@ def test_the_laws_hold_in_any_storm(overlap: bool, layers: str, seed: int) -> No
     all_laws(overlap, layers, seed)
 
 
+def test_each_step_says_how_its_pool_was_cut_up() -> None:
+    harness = Harness()
+    harness.submit("a", list(range(10)), max_tokens=6)
+    harness.submit("b", list(range(500, 507)), max_tokens=6)
+    harness.run()
+    steps = ask(harness, "steps 100")
+    for step in steps:
+        [pool] = step["pools"]
+        assert pool["clean"] + pool["cached"] + pool["active"] == 64
+        assert pool["active"] == pool["row_blocks"] + pool["spare_blocks"]
+        assert 0 <= pool["tail_slots"] == pool["row_blocks"] * 4 - step["context_tokens"]
+    first = steps[0]["pools"][0]
+    assert first["row_blocks"] == 3 + 2 and first["tail_slots"] == 3 * 4 - 10 + 2 * 4 - 7
+
+
 def test_a_request_that_was_refused_is_closed_and_counted() -> None:
     harness = Harness()
     harness.try_submit("x", [1] * 150, max_tokens=200)

@@ -7,7 +7,7 @@ A hook costs microseconds; what people read is made when they ask. Nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from steelyard.core.request import Request
 from steelyard.core.step import StepPlan, StepResult
 from steelyard.core.timed import State
 from steelyard.ledger.accounts import Account, Accounts, Held
-from steelyard.ledger.book import StepBook, StepEntry
+from steelyard.ledger.book import PoolState, StepBook, StepEntry
 from steelyard.ledger.charges import tenant_charges
 from steelyard.ledger.little import merged
-from steelyard.ledger.step import causes, kind_of, tokens_by_kind
+from steelyard.ledger.step import causes, fragments, kind_of, tokens_by_kind
 from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Chunk
 from steelyard.plan.roofline import Roofline
@@ -54,6 +54,8 @@ class Ledgers:
         self.accounts = Accounts(self.book)
         self.padded_tokens = 0
         self._measure = measure
+        self._pools: Callable[[], Sequence[PoolState]] = tuple
+        self._block_size = 1
 
     def over(self, cache: CacheManager, scheduler: Scheduler) -> Ledgers:
         """Itself, told how to find who has the blocks that a request waits for."""
@@ -64,6 +66,7 @@ class Ledgers:
             return Held(scheduler.num_running - (request.row >= 0), tuple(a - mine for a, mine in zip(active, own)))
 
         self.accounts.held = held
+        self._pools, self._block_size = cache.pools, cache.block_size
         return self
 
     # hooks
@@ -81,7 +84,7 @@ class Ledgers:
 
     def committed(self, result: StepResult, now_ns: int, request_at: Callable[[int], Request]) -> None:
         """Before the scheduler commits: its ends must find their costs complete."""
-        self.book.committed(result.id, result.timing, now_ns)
+        self.book.committed(result.id, result.timing, now_ns, self._pools())
         self.padded_tokens += result.timing.padded_tokens
         for row, _ in result.failed:
             entry = self.book.entries[-1]
@@ -196,6 +199,7 @@ class Ledgers:
             "rows": len(rows.owners),
             "tokens": tokens_by_kind(rows),
             "context_tokens": int((rows.starts + rows.num_new).sum()),
+            "pools": [fragments(rows, pool, self._block_size) for pool in entry.pools],
             "padded_tokens": timing.padded_tokens,
             "padded_rows": timing.padded_rows,
             "graph": timing.graph,

@@ -10,7 +10,7 @@ What happens at every step is arithmetic on arrays; words for people are made wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from steelyard.ledger.step import Ints, Part, Participants, shares
 MAX_STEPS = 4096
 NO_WORK = "no_work"
 CPU_LATE = "cpu_late"
+PoolState = tuple[int, int, int]
 _ROW, _START, _NEW = map(itemgetter, range(3))
 _SAMPLING = frozenset(id(Want(bits)) for bits in range(32) if Want.TOKEN in Want(bits))
 
@@ -44,6 +45,7 @@ class StepEntry(NamedTuple):
     """A step that is over. `shares_ns` and `engine_ns` sum to `device_ns`; that and the gaps to its span.
 
     gaps_ns  time before the step in which the device ran none, by cause
+    pools    (blocks, clean, cached) of each KV group when it was over; empty where nobody told
     """
 
     id: int
@@ -57,6 +59,7 @@ class StepEntry(NamedTuple):
     shares_ns: Ints
     engine_ns: int
     timing: StepTiming
+    pools: tuple[PoolState, ...] = ()
 
     @property
     def span_ns(self) -> int:
@@ -114,8 +117,8 @@ class StepBook:
         self._last = (rows, array, found)
         self._launched.append((plan.id, array, found))
 
-    def committed(self, step_id: int, timing: StepTiming, now_ns: int) -> None:
-        """Charge the oldest step in flight. Called before the scheduler moves on."""
+    def committed(self, step_id: int, timing: StepTiming, now_ns: int, pools: Sequence[PoolState] = ()) -> None:
+        """Charge the oldest step in flight. Called before the scheduler moves on, with `pools` as the step had them."""
         launched_id, rows, found = self._launched.popleft()
         assert launched_id == step_id, f"step {step_id} is charged, step {launched_id} is due"
         span_ns = now_ns - self.commit_ns
@@ -128,10 +131,8 @@ class StepBook:
         self.commit_ns = now_ns
         self._fitter.add(load._replace(num_tokens=load.num_tokens + timing.padded_tokens), device_ns)
         self._sum(device_ns, engine_ns, load.num_tokens, gaps_ns)
-        launch_ns = timing.launch_ns
-        self.entries.append(
-            StepEntry(step_id, found, load, rates, launch_ns, now_ns, device_ns, gaps_ns, charged, engine_ns, timing)
-        )
+        sums = (timing.launch_ns, now_ns, device_ns, gaps_ns, charged, engine_ns, timing)
+        self.entries.append(StepEntry(step_id, found, load, rates, *sums, tuple(pools)))
         if len(self.stays) > 2 * MAX_STEPS and len(self.entries) == MAX_STEPS:
             self._forget()
 

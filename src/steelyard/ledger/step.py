@@ -187,6 +187,21 @@ def tokens_by_kind(rows: Participants) -> dict[str, int]:
     return {"prefill": int(rows.num_new.sum()) - again - decode, "recompute": again, "decode": decode}
 
 
+def fragments(rows: Participants, pool: tuple[int, int, int], block_size: int) -> dict[str, int]:
+    """A pool of (blocks, clean, cached) beside what a step's rows had filled in it, as in a group without a window.
+
+    tail_slots    empty, in the last block of each row
+    spare_blocks  active, less what the rows fill: reserved ahead or held by rows that sat out, less what rows share
+    """
+    num_blocks, clean, cached = pool
+    ends = rows.starts + rows.num_new
+    row_blocks = int(_sum(-(-ends // block_size)))
+    active = num_blocks - clean - cached
+    tail_slots = row_blocks * block_size - int(_sum(ends))
+    parts = {"clean": clean, "cached": cached, "active": active}
+    return {**parts, "row_blocks": row_blocks, "tail_slots": tail_slots, "spare_blocks": active - row_blocks}
+
+
 def kind_of(rows: Participants, index: int) -> str:
     """What a step did for one of its rows: decode, recompute or prefill."""
     part = rows.tail[index - rows.lead] if index >= rows.lead else None
