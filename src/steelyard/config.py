@@ -153,6 +153,7 @@ class ServerConfig:
     body_timeout_s: float = 60.0
     slow_client_timeout_s: float = 60.0
     stall_limit_s: float = 20.0
+    step_limit_s: float = 300.0
     shutdown_timeout_s: float = 30.0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -189,7 +190,7 @@ class ServerConfig:
         _at_least("max_total_tokens", self.max_total_tokens, 2)
         _at_least("max_header_bytes", self.max_header_bytes, 1024)
         _at_least("max_header_count", self.max_header_count, 8)
-        for name in ("header_timeout_s", "body_timeout_s", "slow_client_timeout_s", "stall_limit_s"):
+        for name in ("header_timeout_s", "body_timeout_s", "slow_client_timeout_s", "stall_limit_s", "step_limit_s"):
             if not getattr(self, name) > 0:
                 raise StartError(f"--{name.removesuffix('_s').replace('_', '-')} must be above 0 s")
         for name in ("ttft_slo_ms", "tpot_slo_ms"):

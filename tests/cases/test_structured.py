@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases.rig import Server
+from tests.cases.rig import Server, open_request
 
 Prompts = Callable[[int], list[int]]
 SCHEMA = {
@@ -70,3 +70,14 @@ def test_a_thousand_idle_connections_hold_up_nobody(server: Server) -> None:
     for sock in idle:
         sock.close()
     server.check_canary()
+
+
+def test_a_catastrophic_regex_is_refused_or_served_and_holds_up_nobody(server: Server, prompts: Prompts) -> None:
+    """What explodes in a backtracking matcher, and what explodes in an automaton; others are served beside it."""
+    ask = {"prompt": prompts(5), "max_tokens": 4}
+    for regex in ("(a+)+$", "(a|a)*b", "(.*a){25}", "(x+x+)+y", "(a?){200}a{200}", "[ab]*a[ab]{1000}"):
+        held = open_request(server, {**ask, "structured_outputs": {"regex": regex}})
+        assert server.post("/v1/completions", ask).status_code == 200
+        held.settimeout(60)
+        assert held.recv(100).split(b" ")[1] in (b"200", b"400")
+        held.close()

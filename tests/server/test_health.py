@@ -12,9 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from steelyard.core.timed import State, Timed
 from steelyard.errors import Overloaded
 from steelyard.server.admission import Admission
+from steelyard.server.client import EngineClient
 from steelyard.server.ledger import merged_ns
 from steelyard.server.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
 from steelyard.server.tenants import Tenant
+from steelyard.wire.messages import Pulse
 from tests.server import fake_engine
 from tests.server.served import Served, counter, wait_for
 
@@ -98,6 +100,23 @@ def test_health_follows_progress_and_costs_no_token(served: Served) -> None:
     served.run(served.engine.say, fake_engine.idle())
     assert served.http.get("/health").status_code == 200
     assert not served.engine.received
+
+
+def test_a_long_step_is_told_apart_from_silence_and_has_a_limit_of_its_own(served: Served) -> None:
+    """On a clock of the test's: a pulse a second within a step of six minutes, then none."""
+    now_ns = [10**18]
+    client = EngineClient(lambda message: None, lambda: now_ns[0], 20.0, Metrics(), 300.0)
+    client.on_messages([fake_engine.ready(320), fake_engine.idle(busy=True)])
+    for second in range(1, 301):
+        now_ns[0] += 10**9
+        client.on_messages([Pulse(second * 10**9)])
+        assert client.unhealthy() is None
+    client.on_messages([Pulse(301 * 10**9)])
+    assert client.unhealthy() == "one step has run for 301.0 s"
+    client.on_messages([fake_engine.idle(busy=True)])
+    assert client.unhealthy() is None
+    now_ns[0] += 21 * 10**9
+    assert client.unhealthy() == "the engine has said nothing for 21.0 s"
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_runs(served: Served) -> None:

@@ -70,6 +70,7 @@ class Front:
         self._checkpoint = checkpoint
         self._tenants = tenants
         self._metrics = Metrics()
+        logs.count_lost(lambda: self._metrics.lost_lines.add(1, "server"))
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         if not engine_config.skip_tokenizer_init:
@@ -81,7 +82,8 @@ class Front:
         self.server: DrainingServer | None = None
 
     def client(self, side: ServerSide) -> EngineClient:
-        return EngineClient(side.send, time.monotonic_ns, self._config.stall_limit_s, self._metrics)
+        config = self._config
+        return EngineClient(side.send, time.monotonic_ns, config.stall_limit_s, self._metrics, config.step_limit_s)
 
     async def serve(
         self, client: EngineClient, sock: socket.socket, on_listening: Callable[[], None], place: Place | None = None

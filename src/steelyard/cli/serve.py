@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import uvloop
@@ -120,7 +120,8 @@ class _Serving:
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
-        print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk behind stderr is no reason not to serve
+            print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         loop.add_signal_handler(signal.SIGTERM, task.cancel)

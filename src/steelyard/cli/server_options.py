@@ -93,6 +93,12 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         **_SECONDS,
     )
     add(
+        "--step-limit",
+        dest="step_limit_s",
+        help="for one step, which may take longer than a stall, before the same (default: 300)",
+        **_SECONDS,
+    )
+    add(
         "--shutdown-timeout",
         dest="shutdown_timeout_s",
         help="for running requests to finish after SIGTERM; a second one ends them (default: 30)",

@@ -20,6 +20,7 @@ from types import FrameType
 from steelyard.config import EngineConfig
 from steelyard.engine.build import build_engine
 from steelyard.engine.engine import Engine, EngineFault
+from steelyard.engine.pulse import Pulsing
 from steelyard.engine.startup import process_age_s
 from steelyard.errors import StartError, SteelyardError
 from steelyard.wire.channel import EngineSide, Peer
@@ -54,7 +55,8 @@ _log = logging.getLogger("steelyard.engine")
 class Loop:
     """Joins an engine and a channel: routes messages, reports status, and waits when there is nothing to do."""
 
-    def __init__(self, engine: Engine, channel: EngineSide) -> None:
+    def __init__(self, engine: Engine, channel: EngineSide, pulsing: Pulsing | None = None) -> None:
+        self._pulsing = pulsing or Pulsing("")
         self._engine = engine
         self._channel = channel
         self._owners: dict[str, Peer] = {}
@@ -69,7 +71,10 @@ class Loop:
             for peer, message in received:
                 self._handle(peer, message)
             if engine.has_work:
-                self._route(engine.step())
+                self._pulsing.step_since_ns = engine.clock_ns()
+                messages = engine.step()
+                self._pulsing.step_since_ns = 0
+                self._route(messages)
             elif not received:
                 engine.when_idle()
             self._report()
@@ -154,7 +159,8 @@ def serve(config: EngineConfig, channel: EngineSide) -> int:
     gc.collect()
     gc.freeze()  # what start-up made lives as long as the process: collections need not look at it again
     try:
-        Loop(engine, channel).run()
+        with Pulsing(channel.address, engine.clock_ns) as pulsing:
+            Loop(engine, channel, pulsing).run()
     except Exception as error:
         if not isinstance(error, EngineFault):
             _log.critical("the engine's loop failed", exc_info=error)

@@ -32,6 +32,7 @@ from steelyard.wire.messages import (
     Finished,
     FromEngine,
     Pause,
+    Pulse,
     Ready,
     Refused,
     Resume,
@@ -60,11 +61,18 @@ class EngineClient:
     """One engine, seen from the HTTP process. All methods are called on one event loop."""
 
     def __init__(
-        self, send: Callable[[ToEngine], None], clock_ns: Callable[[], int], stall_limit_s: float, metrics: Metrics
+        self,
+        send: Callable[[ToEngine], None],
+        clock_ns: Callable[[], int],
+        stall_limit_s: float,
+        metrics: Metrics,
+        step_limit_s: float = 300.0,
     ) -> None:
         self._send = send
         self._clock_ns = clock_ns
         self._stall_limit_ns = int(stall_limit_s * NS)
+        self._step_limit_ns = int(step_limit_s * NS)
+        self._step_ns = 0
         self._metrics = metrics
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count(1)
@@ -120,10 +128,12 @@ class EngineClient:
         return "the engine is starting" if self.info is None else self.stuck()
 
     def stuck(self) -> str | None:
-        """Why a living engine makes no token, or None."""
+        """Why a living engine makes no token, or None. A step may take longer than silence or standing still may."""
         silent_ns = self._clock_ns() - self._heard_ns
         if silent_ns > self._stall_limit_ns:
             return f"the engine has said nothing for {silent_ns / NS:.1f} s"
+        if self._step_ns > self._step_limit_ns:
+            return f"one step has run for {self._step_ns / NS:.1f} s"
         status = self.status
         if status is not None and status.stalled_ns > self._stall_limit_ns:
             reason = f"no step made progress for {status.stalled_ns / NS:.1f} s"
@@ -269,6 +279,9 @@ class EngineClient:
                     self._on_finished(message, now_ns)
                 case Status():
                     self.status = message
+                    self._step_ns = 0
+                case Pulse():
+                    self._step_ns = message.step_ns
                 case Accepted():
                     self._resolve(self._waiting.pop(message.id, None), message)
                 case Refused():

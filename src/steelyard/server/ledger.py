@@ -187,12 +187,12 @@ def _tokens(ends: Mapping[int, Finished], n: int) -> dict[str, int]:
 class Ledgers:
     """The last closed requests, by id, and a log of all of them if one is asked for."""
 
-    def __init__(self, log_path: str | None = None) -> None:
+    def __init__(self, log_path: str | None = None, on_lost: Callable[[], None] = lambda: None) -> None:
         self._known: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._strangers: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._by_id: dict[str, int] = {}
         self._num_added = 0
-        self._log = None if log_path is None else LedgerLog(Path(log_path))
+        self._log = None if log_path is None else LedgerLog(Path(log_path), on_lost)
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep a record; one of the tenant "" is a stranger's."""
@@ -241,11 +241,15 @@ def brief(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class LedgerLog:
-    """JSON Lines, written by a thread of its own: a slow disk holds up no stream. Raises StartError at once."""
+    """JSON Lines, written by a thread of its own: a slow disk holds up no stream. Raises StartError at once.
 
-    def __init__(self, path: Path) -> None:
+    `on_lost` is called for each line a full disk does not take; the next one is tried again.
+    """
+
+    def __init__(self, path: Path, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
         try:
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise StartError(f"--ledger-log {path}: {error.strerror or error}") from None
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -261,11 +265,15 @@ class LedgerLog:
 
     def _run(self) -> None:
         encode = msgspec.json.Encoder().encode
+        torn = False
         with self._file as file:
             while (record := self._lines.get()) is not None:
+                line = (b"\n" if torn else b"") + encode(record) + b"\n"
                 try:
-                    file.write(encode(record) + b"\n")
-                    file.flush()
+                    num_written = file.write(line)
+                    torn = num_written < len(line)
                 except OSError as error:
-                    _log.error("the ledger log cannot be written any more: %s", error)
-                    return
+                    num_written = 0
+                    _log.error("the ledger log loses a line: %s", error)
+                if num_written < len(line):
+                    self._on_lost()

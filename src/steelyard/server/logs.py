@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import msgspec
@@ -23,12 +24,27 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(entry).decode()
 
 
+class Handler(logging.StreamHandler):
+    """Writes to stderr. A line that cannot be written (a full disk) is lost, counted, and costs nothing else."""
+
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.on_lost()
+
+
+def count_lost(on_lost: Callable[[], None]) -> None:
+    """Call `on_lost` for every line that cannot be written from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Handler):
+            handler.on_lost = on_lost
+
+
 def set_up(log_format: str) -> None:
-    """Log to stderr. A log that cannot be written (a full disk) costs the line and nothing else."""
-    handler = logging.StreamHandler()
+    """Log to stderr."""
+    handler = Handler()
     if log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.raiseExceptions = False
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -88,6 +88,9 @@ class Metrics:
         self.tenant_responses = Counter(
             "steelyard:tenant_responses_total", "Responses begun for a tenant.", ("tenant", "status")
         )
+        self.lost_lines = Counter("steelyard:log_lines_lost_total", "Lines a full disk did not take.", ("log",))
+        for log in ("server", "ledger"):
+            self.lost_lines.add(0, log)
         self.request_ns = Counter(
             "steelyard:request_time_seconds_total", "Time of requests by account.", ("state", "tenant")
         )

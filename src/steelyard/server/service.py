@@ -78,7 +78,7 @@ class Service:
     ask_others: Callable[[str, Any], Awaitable[list[Any]]] = _nobody
 
     def __post_init__(self) -> None:
-        self.ledgers = Ledgers(self.config.ledger_log)
+        self.ledgers = Ledgers(self.config.ledger_log, lambda: self.metrics.lost_lines.add(1, "ledger"))
         self.responses = ResponseStore(self.clock_ns)
         config = self.config
         limits = (config.max_num_queued_reqs, config.max_num_queued_tokens)

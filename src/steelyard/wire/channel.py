@@ -1,6 +1,7 @@
 """ZeroMQ over a UNIX socket: the engine's end (ROUTER, blocking) and the server's end (DEALER, on its loop).
 
     server's event loop <--a batch at a time-- DEALER ===ipc=== ROUTER -- the engine's loop
+                        <--the last only------ SUB    ===ipc=== PUB    -- a thread beside the loop
 
 Messages are `wire.messages` structs in msgpack; nothing that arrives is ever executed. What a peer sends can be
 dropped, with a line in the log, but neither blocks nor ends the other side. Who answers what is not decided here.
@@ -96,6 +97,7 @@ class EngineSide:
     """
 
     def __init__(self, address: str) -> None:
+        self.address = address
         _check_private(_path_of(address).parent)
         self._codec = Codec()
         self._context = zmq.Context()
@@ -169,6 +171,28 @@ class EngineSide:
         return True
 
 
+class PulseSide:
+    """Publishes beside `address`, for whoever listens; used by one thread. Raises StartError if it cannot be bound."""
+
+    def __init__(self, address: str) -> None:
+        self._codec = Codec()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 1)
+        try:
+            self._socket.bind(address + _PULSE)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartError(f"cannot listen on {address}{_PULSE}: {error}") from error
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._codec.encode(message))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
 class ServerSide:
     """Connects to an engine. Used on one thread only, that of the loop given to `start`, which it never holds up.
 
@@ -185,6 +209,11 @@ class ServerSide:
         self._dealer.setsockopt(zmq.SNDHWM, 0)  # the server bounds its requests in flight
         self._dealer.setsockopt(zmq.PROBE_ROUTER, 1)  # an empty frame at each connection: the engine greets
         self._dealer.connect(address)
+        self._pulse = self._context.socket(zmq.SUB)
+        self._pulse.setsockopt(zmq.LINGER, 0)
+        self._pulse.setsockopt(zmq.CONFLATE, 1)
+        self._pulse.setsockopt(zmq.SUBSCRIBE, b"")
+        self._pulse.connect(address + _PULSE)
         self._deliver: Callable[[list[FromEngine]], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_due = False
@@ -195,7 +224,9 @@ class ServerSide:
         assert self._loop is None, "started twice"
         self._deliver = deliver
         self._loop = loop if loop is not None else asyncio.get_running_loop()
-        self._loop.add_reader(self._option(zmq.FD), self._read)
+        self._loop.add_reader(self._option(self._dealer, zmq.FD), self._read)
+        self._loop.add_reader(self._option(self._pulse, zmq.FD), self._read_pulse)
+        self._read_pulse()
         self._look()
 
     def send(self, message: ToEngine) -> None:
@@ -211,20 +242,29 @@ class ServerSide:
             return
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._option(zmq.FD))
+            self._loop.remove_reader(self._option(self._dealer, zmq.FD))
+            self._loop.remove_reader(self._option(self._pulse, zmq.FD))
+        self._pulse.close()
         self._dealer.close(linger=_FAREWELL_MS)
         self._context.term()
 
-    def _option(self, option: int) -> int:
-        value = self._dealer.getsockopt(option)
+    @staticmethod
+    def _option(socket: zmq.Socket[bytes], option: int) -> int:
+        value = socket.getsockopt(option)
         assert isinstance(value, int)
         return value
 
     def _look(self) -> None:
         """ZeroMQ's descriptor tells of a change once, and any call may use that up: read soon if there is something."""
-        if self._loop is not None and not self._is_due and self._option(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and not self._is_due and self._option(self._dealer, zmq.EVENTS) & zmq.POLLIN:
             self._is_due = True
             self._loop.call_soon(self._read)
+
+    def _read_pulse(self) -> None:
+        while not self._closed and self._option(self._pulse, zmq.EVENTS) & zmq.POLLIN:
+            message = self._codec.from_engine(self._pulse.recv(zmq.NOBLOCK))
+            if message is not None and self._deliver is not None:
+                self._deliver([message])
 
     def _read(self) -> None:
         self._is_due = False
@@ -248,6 +288,7 @@ class ServerSide:
                 self._look()
 
 
+_PULSE = "-pulse"
 _FAREWELL_MS = 200  # for the last Stop or Control to leave when the server closes; an engine that is gone costs no more
 
 

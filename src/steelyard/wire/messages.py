@@ -2,7 +2,7 @@
 
     server -> engine   Submit  Stop  Pause  Resume  Ask  Control  Vocabulary
     engine -> server   Ready (once), Accepted | Refused, then Deltas (one message a step) and Finished;
-                       Status every 100 ms; Answer; Fault
+                       Status every 100 ms, Pulse every 500 ms also within a step; Answer; Fault
 
 No byte of a response is sent to a client before `Accepted` or `Refused` has come.
 """
@@ -192,6 +192,12 @@ class Status(_Message, frozen=True):
     gauges: dict[str, int] = {}
 
 
+class Pulse(_Message, frozen=True):
+    """The process runs; `step_ns`: how long its loop has been inside one step, 0 outside. Comes beside the rest."""
+
+    step_ns: int = 0
+
+
 class Answer(_Message, frozen=True):
     id: str
     value: Any
@@ -204,4 +210,4 @@ class Fault(_Message, frozen=True):
 
 
 ToEngine = Submit | Stop | Pause | Resume | Ask | Control | Vocabulary
-FromEngine = Ready | Accepted | Refused | Deltas | Finished | Status | Answer | Fault
+FromEngine = Ready | Accepted | Refused | Deltas | Finished | Status | Pulse | Answer | Fault
