@@ -46,6 +46,7 @@ class EngineCost:
         for group, block_bytes in zip(self._caps.groups, self._block_bytes):
             num_blocks = -(-num_tokens // size)
             if group.window is not None:
-                num_blocks = min(num_blocks, -(-group.window // size) + 1)
+                seen = -(-group.window // size) + 1 + -(-group.keep_first // size)
+                num_blocks = min(num_blocks, seen)
             total += num_blocks * block_bytes
         return total
