@@ -57,5 +57,9 @@ def test_the_page_names_every_field_and_asks_no_other_host(served: Served) -> No
     )
     for name in named:
         assert name in response.text
+    links = set(re.findall(r'href="#(\w+)"', response.text))
+    assert "ChatBody" not in links and "Message" in links
+    assert links <= set(re.findall(r'id="(\w+)"', response.text))
+    assert "list of (string | integer | list of integer)" in response.text and "(from 1, to 1,048,576)" in response.text
     assert "src=" not in response.text
     assert not re.search(r"https?://", response.text)

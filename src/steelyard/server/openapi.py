@@ -70,7 +70,7 @@ def page(found: dict[str, Any]) -> str:
             for title, kept in (("takes", operation.get("requestBody")), ("gives", operation["responses"]["200"])):
                 schema = (kept or {}).get("content", {}).get(_JSON, {}).get("schema")
                 if schema is not None:
-                    parts.append(f"<h3>{title}</h3>{_fields(schemas[_kind(schema)])}")
+                    parts.append(f"<h3>{title}</h3>{_fields(schemas[_name(schema)])}")
     parts.append("<h2>Parts</h2>")
     for name, schema in found["components"]["schemas"].items():
         if "properties" in schema:
@@ -83,7 +83,7 @@ def page(found: dict[str, Any]) -> str:
 def _fields(schema: dict[str, Any]) -> str:
     required = schema.get("required", ())
     rows = [
-        f"<tr><td><code>{name}</code>{' *' if name in required else ''}</td><td>{_escaped(_kind(field))}</td></tr>"
+        f"<tr><td><code>{name}</code>{' *' if name in required else ''}</td><td>{_kind(field)}</td></tr>"
         for name, field in schema["properties"].items()
         if _kind(field) != "null"
     ]
@@ -91,20 +91,39 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _parameter(one: dict[str, Any]) -> str:
-    return f"<code>{one['name']}</code> in the {one['in']}: {_escaped(_kind(one['schema']))}"
+    return f"<code>{one['name']}</code> in the {one['in']}: {_kind(one['schema'])}"
+
+
+def _name(reference: dict[str, Any]) -> str:
+    return str(reference["$ref"].rsplit("/", 1)[1])
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A field's type in a few words."""
+    """A field's type in a few words of HTML, with links to structs and with its limits."""
     if "$ref" in schema:
-        return str(schema["$ref"].rsplit("/", 1)[1])
+        return f'<a href="#{_name(schema)}">{_name(schema)}</a>'
     if "anyOf" in schema:
         kinds = [_kind(one) for one in schema["anyOf"]]
         return " | ".join(kind for kind in kinds if kind != "null" or len(kinds) == 1)
     if "enum" in schema:
-        return " | ".join(repr(value) for value in schema["enum"])
+        return " | ".join(_escaped(repr(value)) for value in schema["enum"])
     kind = str(schema.get("type", "any"))
-    return f"list of {_kind(schema['items'])}" if kind == "array" and schema.get("items") else kind
+    if kind == "array" and schema.get("items"):
+        items = _kind(schema["items"])
+        kind = f"list of ({items})" if " | " in items else f"list of {items}"
+    limits = [f"{words} {schema[key]:,.15g}" for key, words in _LIMITS.items() if abs(schema.get(key, 2**40)) < 2**40]
+    return f"{kind} ({', '.join(limits)})" if limits else kind
+
+
+_LIMITS = {
+    "minimum": "from",
+    "exclusiveMinimum": "above",
+    "maximum": "to",
+    "minItems": "at least",
+    "maxItems": "at most",
+    "minLength": "characters from",
+    "maxLength": "to",
+}
 
 
 def _escaped(text: str) -> str:
