@@ -18,6 +18,14 @@ CONFIGURATIONS = {
     ),
 }
 
+POLICIES = {
+    "fcfs": (),
+    "priority": ("--scheduling-policy", "priority"),
+    "fair": ("--scheduling-policy", "fair"),
+    "slo": ("--scheduling-policy", "slo", "--ttft-slo-ms", "500", "--tpot-slo-ms", "50"),
+}
+"""The cases of sections S and K hold under each; the slow tier has those beside the first."""
+
 SCRIPTED = {
     10: "one two STOP three",
     11: "xyz ab",

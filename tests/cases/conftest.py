@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from steelyard.checkpoint.find import open_checkpoint
 from steelyard.text.tokenizer import Tokenizer
 from tests import tiny_model
 from tests.cases.case_list import UNREACHED
-from tests.cases.configurations import CONFIGURATIONS, RIG, SCRIPTED
+from tests.cases.configurations import CONFIGURATIONS, POLICIES, RIG, SCRIPTED
 from tests.cases.rig import Answer, Server
 
 
@@ -48,23 +49,38 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
 
 @pytest.fixture(scope="session")
-def servers(start: Callable[..., Server]) -> Callable[[str], Server]:
-    """A server by the name of its configuration."""
-    started: dict[str, Server] = {}
+def servers(start: Callable[..., Server]) -> Callable[..., Server]:
+    """A server by the name of its configuration and that of its order."""
+    started: dict[tuple[str, str], Server] = {}
 
-    def get(name: str) -> Server:
-        if name not in started:
-            started[name] = start(*CONFIGURATIONS[name])
-        return started[name]
+    def get(name: str, policy: str = "fcfs") -> Server:
+        if (name, policy) not in started:
+            started[name, policy] = start(*CONFIGURATIONS[name], *POLICIES[policy])
+        return started[name, policy]
 
     return get
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest, servers: Callable[[str], Server]) -> Iterator[Server]:
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(getattr(request, "param", "fcfs"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cases of sections S and K run under every order."""
+    is_case = re.match(r"test_[sk]\d\d_", metafunc.function.__name__) is not None
+    mark = metafunc.definition.get_closest_marker("on")
+    has_own_policy = mark is not None and mark.args[0] == "priority"
+    if is_case and "policy" in metafunc.fixturenames and not has_own_policy:
+        others = [pytest.param(p, marks=pytest.mark.slow) for p in POLICIES if p != "fcfs"]
+        metafunc.parametrize("policy", ["fcfs", *others], indirect=True)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, servers: Callable[..., Server], policy: str) -> Iterator[Server]:
     """The server of the case's `on` mark (default: plain), with the canary and the idle invariant before and after."""
     mark = request.node.get_closest_marker("on")
-    server = servers(mark.args[0] if mark else "plain")
+    server = servers(mark.args[0] if mark else "plain", policy)
     server.check_canary()
     yield server
     server.check_idle()

@@ -16,6 +16,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.engine.build import build_engine
 from steelyard.engine.engine import Engine
 from steelyard.grammar import source
+from steelyard.scheduler.protocols import Faults
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.wire.messages import Accepted, Deltas, Finished, Refused, Stop, Submit
 from tests import tiny_model
@@ -150,3 +151,22 @@ def test_without_a_vocabulary_and_for_a_bad_grammar_the_engine_says_so(model: Pa
         ended += [m for m in engine.step() if isinstance(m, Finished)]
     assert ended[0].reason == "error"
     assert "strin" in ended[0].message
+
+
+def test_a_fault_while_compiling_ends_that_request_alone(model: Path, tokenizer: Tokenizer) -> None:
+    class Broken(Faults):
+        def before_compile(self, grammar: str) -> None:
+            if grammar == WORD:
+                raise RuntimeError("injected")
+
+    config = EngineConfig(model=str(model), max_model_len=512, num_gpu_blocks_override=64, dtype="float32")
+    engine = build_engine(config, faults=Broken())
+    engine.grammars.set_vocabulary(tokenizer.to_json(), [2])
+    for broken in (submit("word", WORD), submit("json", JSON)):
+        assert isinstance(engine.submit(broken), Accepted)
+    ends: dict[str, Finished] = {}
+    while engine.has_work:
+        ends |= {m.id: m for m in engine.step() if isinstance(m, Finished)}
+    assert ends["word"].reason == "error"
+    assert "injected" in ends["word"].message
+    assert ends["json"].reason == "stop"

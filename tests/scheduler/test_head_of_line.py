@@ -153,3 +153,20 @@ def test_nobody_waits_for_a_block_of_a_leader_that_has_stopped() -> None:
     simulation.scheduler.resume(requests[0].id, simulation.clock())
     run_checked(simulation)
     assert_same_as_solo(simulation, requests[:2], rig)
+
+
+def test_what_a_request_near_the_head_has_cached_is_evicted_last() -> None:
+    """The oldest prefix in the cache is that of the waiting request; a running one takes all other blocks."""
+    rig = Rig(num_blocks=20, max_num_seqs=1, budget=512)
+    simulation = rig.simulation()
+    shared, others = list(range(64)), [[700 + i] * 48 for i in range(3)]
+    for i, ids in enumerate((shared, *others)):
+        simulation.add(make_request(f"first {i}", [*ids, 1], 1))
+        run_checked(simulation)
+    assert simulation.scheduler.cache.usage().cached == 4 + 9
+    running, waiting = make_request("running", [9] * 30, 200), make_request("waiting", [*shared, 2, 3], 4)
+    for request in (running, waiting):
+        simulation.add(request)
+    run_checked(simulation)
+    assert_same_as_solo(simulation, [running, waiting], rig)
+    assert waiting.cached_tokens == 64

@@ -131,4 +131,5 @@ def test_the_key_is_the_deadline_and_the_work() -> None:
     assert order.key(long, 350_000)[0] == 1 and order.key(long, 0)[0] == 1, "late for good"
     long.tokens.append(7)
     long.first_token_ns, long.tpot_slo_ns = 900_000, 1000
-    assert order.key(long, 0) == (0, 901_000) and next_due_ns(long) == 901_000
+    assert order.key(long, 0) == (0, 400_000), "who has begun keeps its place"
+    assert next_due_ns(long) == 901_000

@@ -86,6 +86,11 @@ class BlockPool:
             del self._cached[block_id]
         self._refs[block_id] += 1
 
+    def refresh(self, block_id: int) -> None:
+        """Make a cached block the last to be evicted; nothing happens to one in use."""
+        if block_id in self._cached:
+            self._cached.move_to_end(block_id)
+
     def free(self, block_ids: Iterable[int]) -> int:
         """Give one reference of each block back, in this order; returns how many became free. Skips null blocks."""
         num_freed = 0

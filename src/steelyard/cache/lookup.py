@@ -47,6 +47,14 @@ class Lookup:
             num_hits -= 1
         return num_hits
 
+    def keep(self, keys: list[bytes]) -> None:
+        """Make the cached blocks of a chain the last to be evicted, its beginning the very last."""
+        for pool in self._pools:
+            found = (pool.index.get(key) for key in reversed(keys))
+            for block_id in found:
+                if block_id is not None:
+                    pool.refresh(block_id)
+
     def tables(self, keys: list[bytes]) -> list[list[int]]:
         """The tables of a hit of all these keys."""
         num_hits = len(keys)

@@ -40,6 +40,7 @@ class CacheManager:
         self.has_windows = any(window is not None for window in self._windows)
         self.host = HostTier(caps.num_host_blocks or (0,) * len(caps.groups))
         self._lookup = Lookup(self._pools, self.host, caps.groups, self.block_size)
+        self.keep = self._lookup.keep
         self._first_visible = self._lookup.first_visible
         for group, pool in enumerate(self._pools if caps.num_host_blocks else []):
             pool.on_evict = partial(self.host.demote, group)

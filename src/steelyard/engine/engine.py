@@ -73,7 +73,7 @@ class Engine:
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
-        self.grammars = Grammars(runner.caps.vocab_size)
+        self.grammars = Grammars(runner.caps.vocab_size, before_compile=scheduler.faults.before_compile)
         self.options = options or EngineOptions()
         self.clock_ns = clock_ns
         self.ledgers = (ledgers or Ledgers(scheduler.max_num_seqs, clock_ns())).over(cache, scheduler)

@@ -37,11 +37,15 @@ class _Compiling:
 
 
 class Grammars:
-    """One engine's. All methods are called by its loop; only compiling happens in another thread."""
+    """One engine's. All methods are called by its loop; only compiling, and `before_compile`, happen in a thread."""
 
     def __init__(
-        self, vocab_size: int, compile: Callable[[Vocabulary, str], Walker] = lambda words, text: words.compile(text)
+        self,
+        vocab_size: int,
+        compile: Callable[[Vocabulary, str], Walker] = lambda words, text: words.compile(text),
+        before_compile: Callable[[str], None] = lambda grammar: None,
     ) -> None:
+        self._before_compile = before_compile
         self._vocab_size = vocab_size
         self._compile = compile
         self._pool: ThreadPoolExecutor | None = None
@@ -129,6 +133,7 @@ class Grammars:
     def _compiled(self, grammar: str) -> Walker:
         """Runs in the pool, behind the making of the vocabulary."""
         assert self._vocabulary is not None
+        self._before_compile(grammar)
         return self._compile(self._vocabulary.result(), grammar)
 
     def _begin(self, requests: Iterable[Request], walker: Walker) -> None:

@@ -15,6 +15,9 @@ from steelyard.scheduler.reserve import Reserve
 from steelyard.scheduler.rows import Resident
 from steelyard.scheduler.waiting import DISPLACED
 
+_SCARCE = 0.1
+"""Below this share of clean blocks, cached ones are about to be evicted."""
+
 
 class Joiner:
     """Admits in policy order: skips a private obstacle, stops at a shared one. Preempts what is paused, and what the
@@ -76,6 +79,16 @@ class Joiner:
         head = waiting.items[at] if shared in (State.WAIT_SLOT, State.WAIT_KV) and not draft.pressure else None
         self._blocked = (head, shared or State.WAIT_SLOT)
         waiting.label(skipped, shared, draft.now_ns)
+        self._keep_near()
+
+    def _keep_near(self) -> None:
+        """What those near the head have cached is evicted last, while blocks are short."""
+        cache = self._live.cache
+        if cache.enable_prefix_caching and any(clean < _SCARCE * total for total, clean, _ in cache.pools()):
+            for request in reversed(self._live.waiting.items[: self._max_upcoming]):
+                if not request.block_hashes:
+                    cache.match(request)  # which makes them, where the server has not
+                cache.keep(request.block_hashes)
 
     def make_way(self, now_ns: int) -> bool:
         """Preempt running requests that the order ranks below the head of the queue, if that lacked a row or blocks.

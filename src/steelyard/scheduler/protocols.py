@@ -101,3 +101,6 @@ class Faults:
     def before_first_token(self, request: Request) -> str | None:
         """A message fails the request in place of its first token."""
         return None
+
+    def before_compile(self, grammar: str) -> None:
+        """May raise or take its time, as a grammar's compiler would. Called in that one's thread."""

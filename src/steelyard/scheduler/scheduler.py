@@ -55,12 +55,12 @@ class Scheduler:
         self._order = order or Fcfs()
         self._batching = batching or Continuous()
         self._cost = cost
-        self._faults = faults or Faults()
+        self.faults = faults or Faults()
         self._live = Live(cache, self.max_num_seqs, int(options.short_share * self.max_num_batched_tokens))
         preempter = Preempter(self._live, self._order, cost)
-        self._planner = Planner(self._live, preempter, self._faults, options)
-        self._joiner = Joiner(self._live, self._planner, self._order, options, self._faults)
-        self._committer = Committer(self._live, self._faults)
+        self._planner = Planner(self._live, preempter, self.faults, options)
+        self._joiner = Joiner(self._live, self._planner, self._order, options, self.faults)
+        self._committer = Committer(self._live, self.faults)
         self._num_added = 0
         self._next_step_id = 1
 
@@ -123,7 +123,7 @@ class Scheduler:
         if len(live.in_flight) >= self._max_in_flight or (planner.draining and live.in_flight):
             return None
         planner.draining = False
-        self._faults.before_step(self._next_step_id)
+        self.faults.before_step(self._next_step_id)
         num_running = live.rows.num_running
         if self._order.changes:
             self._sort_again(now_ns)

@@ -52,7 +52,7 @@ class Slo(Fcfs):
         self._ahead_ns = sum(self._work_ns(r) for r in running if not r.num_generated)
 
     def key(self, request: Request, now_ns: int) -> tuple[float, ...]:
-        due_ns = next_due_ns(request)
+        due_ns = first_due_ns(request)
         if request.num_generated:
             return (min(request.slo_rank, _NORMAL), due_ns)
         if request.row < 0 and request.slo_rank == _RELEGATED and request.order_key:
@@ -119,7 +119,11 @@ def _tightest(decodes: Sequence[Resident], now_ns: int) -> tuple[int | None, int
 
 
 def next_due_ns(request: Request) -> int:
-    """When its next token is due: the first by its TTFT target, the k-th after it k times its TPOT target later."""
-    if request.num_generated and request.tpot_slo_ns is not None:
-        return request.first_token_ns + request.num_generated * request.tpot_slo_ns
+    """When the next token of a decoding request with a TPOT target is due."""
+    assert request.tpot_slo_ns is not None
+    return request.first_token_ns + request.num_generated * request.tpot_slo_ns
+
+
+def first_due_ns(request: Request) -> int:
+    """When its first token is due."""
     return request.start_ns + (BEST_EFFORT_NS if request.ttft_slo_ns is None else request.ttft_slo_ns)
