@@ -34,6 +34,19 @@ def test_a_touched_block_leaves_the_line_and_comes_back_at_its_end() -> None:
     assert pool.take(2) == [b, a]
 
 
+def test_each_cached_block_is_found_again_or_evicted_or_still_there() -> None:
+    pool = BlockPool(4)
+    blocks = pool.take(4)
+    for i, block_id in enumerate(blocks):
+        pool.publish(block_id, bytes([i]), b"")
+    pool.free(blocks)
+    pool.touch(blocks[3])
+    pool.take(2)
+    assert (pool.num_found_again, pool.num_evicted, pool.num_cached) == (1, 2, 1)
+    pool.touch(blocks[3])
+    assert pool.num_found_again == 1
+
+
 def test_a_shared_block_is_free_when_its_last_reference_goes() -> None:
     pool = BlockPool(1)
     [a] = pool.take(1)

@@ -43,7 +43,9 @@ class PaddedRunner(ScriptedRunner):
         return StepResult(result.id, result.rows, timing, result.prompt_logprobs)
 
 
-def serve(*, stall_ns: int = 0, max_rows: int = 8, num_blocks: int = 64, long_prompt: int = 0) -> dict[str, Any]:
+def serve(
+    *, stall_ns: int = 0, max_rows: int = 8, num_blocks: int = 64, long_prompt: int = 0, **caps: Any
+) -> dict[str, Any]:
     """Two requests that decode and, if wanted, a long prompt among them; ledgers and ends by request."""
 
     def took(plan: StepPlan) -> None:
@@ -56,6 +58,7 @@ def serve(*, stall_ns: int = 0, max_rows: int = 8, num_blocks: int = 64, long_pr
         make_runner=lambda caps, clock: ScriptedRunner(caps, Script(2, (7,) * 500), delay=took, clock=clock),
         max_rows=max_rows,
         num_blocks=(num_blocks,),
+        **caps,
     )
     faults.clock = harness.clock
     engine: Engine = harness.engine
@@ -122,6 +125,17 @@ def test_a_long_prompt_among_decodes_is_seen_in_their_steps_and_named() -> None:
     assert slowest["kind"] == "decode" and slowest["causes"]["others_prefill_rows"] == 1
     assert slowest["causes"]["others_prefill_tokens"] > 20
     assert slowest["device_ns"] > 20 * PREFILL_NS
+
+
+def test_a_prompt_of_16k_among_decodes_takes_from_each_what_its_chunks_took() -> None:
+    large = {"max_model_len": 20_000, "max_batched_tokens": 2048, "num_blocks": 5_000}
+    plain, crowded = serve(**large), serve(**large, long_prompt=16_384)
+    for name in ("a", "b"):
+        assert grown(crowded, plain, name) == {"decode": 16_384 * PREFILL_NS}
+    [choice] = crowded["harness"].engine.ask(Ask("q", "request a")).value
+    causes = choice["slowest_steps"][0]["causes"]
+    assert (causes["others_prefill_rows"], causes["others_decode_rows"]) == (1, 1)
+    assert causes["others_prefill_tokens"] == 2048 - 2
 
 
 @pytest.mark.parametrize("padded_tokens", [0, 64])

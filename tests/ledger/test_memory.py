@@ -10,6 +10,7 @@ from steelyard.core.step import MemoryTerms
 from steelyard.ledger.memory import (
     MAX_UNACCOUNTED,
     Holding,
+    cached_fates,
     device_bytes,
     is_accounted_for,
     pool_bytes,
@@ -53,6 +54,11 @@ def test_terms_that_miss_the_total_are_noticed_either_way() -> None:
     for doctored in (replace(TERMS, free_bytes=420), replace(TERMS, weights_bytes=240)):
         assert not is_accounted_for(doctored) and abs(unaccounted_share(doctored)) > MAX_UNACCOUNTED
     assert is_accounted_for(MemoryTerms(0)) and unaccounted_share(MemoryTerms(0)) == 0.0
+
+
+def test_what_became_of_cached_blocks_is_a_share() -> None:
+    assert cached_fates(0, 0)["dead_share"] is None
+    assert cached_fates(3, 1) == {"found_again": 3, "evicted": 1, "dead_share": 0.25}
 
 
 def test_the_start_table_has_every_term_and_every_phase_and_their_sums() -> None:

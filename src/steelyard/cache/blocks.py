@@ -32,6 +32,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.num_fragmented = 0  # requests refused although enough blocks were free
         self.most_active = 0
+        self.num_found_again = 0  # cached blocks that a request found
+        self.num_evicted = 0  # cached blocks that were taken for something else: nobody came back for them
 
     @property
     def num_free(self) -> int:
@@ -75,6 +77,7 @@ class BlockPool:
                 if self.on_evict is not None:
                     self.on_evict(block_id, *self.index.entry_of(block_id))
                 self.index.remove(block_id)
+                self.num_evicted += 1
             self._refs[block_id] = 1
             taken.append(block_id)
         self.most_active = max(self.most_active, self.num_blocks - self.num_free)
@@ -84,6 +87,7 @@ class BlockPool:
         """One more reference to an active or cached block."""
         if self._refs[block_id] == 0:
             del self._cached[block_id]
+            self.num_found_again += 1
         self._refs[block_id] += 1
 
     def refresh(self, block_id: int) -> None:

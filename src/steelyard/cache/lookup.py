@@ -25,6 +25,10 @@ class Lookup:
         self._block_size = block_size
         self.kept = tuple(-(-group.keep_first // block_size) for group in groups)
 
+    def fates(self) -> list[tuple[int, int]]:
+        """Of each group's cached blocks so far: how many were found again, and how many evicted unused."""
+        return [(pool.num_found_again, pool.num_evicted) for pool in self._pools]
+
     def first_visible(self, group: int, position: int) -> int:
         """Index of the first block, behind the kept ones, that a query at `position` or later can see in `group`."""
         window = self._windows[group]

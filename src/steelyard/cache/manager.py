@@ -41,6 +41,7 @@ class CacheManager:
         self.host = HostTier(caps.num_host_blocks or (0,) * len(caps.groups))
         self._lookup = Lookup(self._pools, self.host, caps.groups, self.block_size)
         self.keep = self._lookup.keep
+        self.fates = self._lookup.fates
         self._first_visible = self._lookup.first_visible
         for group, pool in enumerate(self._pools if caps.num_host_blocks else []):
             pool.on_evict = partial(self.host.demote, group)

@@ -14,6 +14,7 @@ from steelyard.engine.ledgers import Ledgers
 from steelyard.ledger.memory import (
     Holding,
     PoolUse,
+    cached_fates,
     device_bytes,
     is_accounted_for,
     pool_bytes,
@@ -84,8 +85,9 @@ def memory(engine: Engine) -> dict[str, Any]:
                 **{name: getattr(use, name) for name in PoolUse.__slots__},
                 "block_size": size,
                 "bytes": pool_bytes(use, size, block_bytes),
+                "fates": cached_fates(*fates),
             }
-            for use, block_bytes in zip(uses, sizes)
+            for use, block_bytes, fates in zip(uses, sizes, engine.cache.fates())
         ],
         "host_pools": [
             {**asdict(use), "bytes": {state: num * block_bytes for state, num in asdict(use).items()}}

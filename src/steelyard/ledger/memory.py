@@ -79,6 +79,15 @@ def pool_use(num_blocks: int, clean: int, cached: int, block_size: int, holdings
     )
 
 
+def cached_fates(found_again: int, evicted: int) -> dict[str, int | float | None]:
+    """What became of blocks that were kept for their contents; the dead are those that nobody came back for.
+
+    `dead_share` is of all whose fate is known, so what to expect of those cached now; None before the first.
+    """
+    known = found_again + evicted
+    return {"found_again": found_again, "evicted": evicted, "dead_share": evicted / known if known else None}
+
+
 def pool_bytes(use: PoolUse, block_size: int, block_bytes: int) -> dict[str, int]:
     """The pool's bytes by what they hold; they sum to (num_blocks + 1) * block_bytes."""
     active_bytes = use.active * block_bytes
