@@ -188,7 +188,7 @@ def test_the_log_has_each_request_once(real: Served, log_path: Path) -> None:
     assert sum(line["id"] == answer["id"] for line in lines) == 1
     for line in lines:
         assert sum(line["buckets_ns"].values()) == line["total_ns"]
-    LedgerLog(log_path).close()
+    LedgerLog(log_path, lambda: None).close()
     with pytest.raises(Exception, match="--ledger-log"):
         Ledgers(str(log_path / "no"))
 
