@@ -52,6 +52,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(model: Path) -> None:
 def test_a_missing_model_and_a_bad_flag_are_said_in_one_line() -> None:
     assert "no model './nothing-here'" in failure("./nothing-here", "--port", "0")
     assert "--block-size" in failure("smollm2", "--block-size", "24", "--port", "0")
+    assert "one server a device" in failure("smollm2", "--tensor-parallel-size", "2")
+    assert "no model" in failure("./nothing-here", "--port", "0", "--tensor-parallel-size", "1")
 
 
 def test_what_the_engine_says_when_it_cannot_start_is_the_line(model: Path) -> None:

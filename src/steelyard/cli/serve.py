@@ -51,12 +51,24 @@ log = logging.getLogger("steelyard.serve")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     add_server_arguments(parser)
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="devices of one engine: 1 (more is planned by `steelyard plan` only)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Raises StartError with one line on why a start failed."""
     args = with_file(args, add_arguments)
     http = server_config(args)
+    if (num_devices := getattr(args, "tensor_parallel_size", 1)) != 1:
+        raise StartError(
+            f"--tensor-parallel-size {num_devices}: an engine runs on one device here; start one server a device, "
+            "each with its CUDA_VISIBLE_DEVICES, behind a load balancer"
+        )
     logs.set_up(http.log_format)
     config = engine_config(args)
     tenants = tenants_of(http)
