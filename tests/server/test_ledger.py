@@ -172,6 +172,16 @@ def test_steps_memory_and_little_are_exact_over_http(real: Served) -> None:
     assert len(live["blocks"]["cells"]) == 24 and live["operator"] and live["steps"] and live["recent"]
 
 
+def test_prompts_are_told_as_hashes_that_are_alike_where_tokens_are(real: Served) -> None:
+    for prompt in ([5, 6, 7, 8] * 6, [5, 6, 7, 9] * 6):
+        real.complete(prompt=prompt, max_tokens=2)
+    *_, first, second = real.http.get("/ledger/prompts?last=8").json()["prompts"]
+    a, b = first["token_hashes"], second["token_hashes"]
+    assert len(a) == len(b) == first["prompt_tokens"] == 24
+    assert [x == y for x, y in zip(a, b)] == [True, True, True, False] * 6
+    assert not {5, 6, 7, 8, 9} & {*a, *b} and len({*a, *b}) == 5
+
+
 def test_what_is_not_there_or_not_a_number_is_said(real: Served) -> None:
     assert real.http.get("/ledger/requests/nothing").status_code == 404
     assert real.http.get("/ledger/steps/999999").status_code == 404

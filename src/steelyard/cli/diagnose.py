@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ttft", type=float, metavar="MS", help="target, with --tpot: which stage of a request misses it")
     add("--tpot", type=float, metavar="MS")
     add("--prompts", type=Path, metavar="FILE", help="JSON Lines of prompts: see where shared prefixes break")
+    add("--prefixes", action="store_true", help="the same of a server's last prompts, by hashes it tells an operator")
+    add("--api-key", metavar="KEY", help="an operator's, where the server asks for one")
     add("--show-text", action="store_true", help="look at the text of prompts; else only hashes are compared")
     add("--json", action="store_true")
 
@@ -39,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest("give a URL, a report, or --prompts FILE", param="source")
     if args.source is not None:
         _diagnose(args)
+    if args.prefixes:
+        _live_prefixes(args)
     if args.prompts is not None:
         _prefixes(args)
     return 0
@@ -128,7 +132,7 @@ async def _watch(args: argparse.Namespace) -> Observation:
     from steelyard.bench.scrape import Scraper, mean_of
     from steelyard.diagnose.observation import Observation
 
-    client = HttpClient(args.source, time.perf_counter_ns)
+    client = HttpClient(args.source, time.perf_counter_ns, args.api_key)
     try:
         scraper = Scraper(client, time.perf_counter_ns)
         await scraper.start()
@@ -168,6 +172,30 @@ async def _watch(args: argparse.Namespace) -> Observation:
 
 def _each(value: float | None, count: float | None) -> float | None:
     return None if value is None or not count else value / count
+
+
+def _live_prefixes(args: argparse.Namespace) -> None:
+    """Raises InvalidRequest if the server tells nothing of its prompts, or has seen fewer than two."""
+    from steelyard.bench.http import HttpClient
+    from steelyard.bench.scrape import fetch
+    from steelyard.diagnose.prefixes import look
+
+    async def ask() -> tuple[int | None, str]:
+        client = HttpClient(args.source, time.perf_counter_ns, args.api_key)
+        try:
+            return await fetch(client, "/ledger/prompts?last=64")
+        finally:
+            client.close()
+
+    status, text = asyncio.run(ask())
+    if status != 200:
+        raise InvalidRequest(
+            f"--prefixes: {args.source} does not tell its prompts' hashes ({status})", param="prefixes"
+        )
+    found = look([prompt["token_hashes"] for prompt in json.loads(text)["prompts"]])
+    if found is None:
+        raise InvalidRequest(f"--prefixes: {args.source} has seen fewer than two prompts", param="prefixes")
+    print(json.dumps(asdict(found)) if args.json else found.text())
 
 
 def _prefixes(args: argparse.Namespace) -> None:

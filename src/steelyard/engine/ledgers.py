@@ -15,6 +15,7 @@ from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Request
 from steelyard.core.step import StepPlan, StepResult
 from steelyard.core.timed import State
+from steelyard.engine.prompts import PromptHashes
 from steelyard.ledger.accounts import Account, Accounts, Held
 from steelyard.ledger.book import PoolState, StepBook, StepEntry
 from steelyard.ledger.charges import tenant_charges
@@ -53,6 +54,7 @@ class Ledgers:
         self.book = StepBook(max_rows, now_ns)
         self.accounts = Accounts(self.book)
         self.padded_tokens = 0
+        self.prompts = PromptHashes()
         self._measure = measure
         self._pools: Callable[[], Sequence[PoolState]] = tuple
         self._block_size = 1

@@ -3,6 +3,7 @@
 steps N     the last N steps                  step ID     one step with every share
 request ID  all its choices, live or closed   requests    the live ones
 memory      bytes by what holds them          little      both sides of the law      blocks   the pool as a map
+prompts N   the last N prompts as keyed hashes of their tokens
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steelyard.engine.ledgers import Ledgers
+from steelyard.engine.prompts import MAX_PROMPTS
 from steelyard.ledger.memory import (
     Holding,
     PoolUse,
@@ -25,7 +27,7 @@ from steelyard.ledger.memory import (
 if TYPE_CHECKING:
     from steelyard.engine.engine import Engine
 
-LEDGER_TOPICS = ("steps", "step", "request", "requests", "memory", "little", "blocks")
+LEDGER_TOPICS = ("steps", "step", "request", "requests", "memory", "little", "blocks", "prompts")
 MAX_MAP = 4096
 _MAX_LIVE = 512
 _CLEAN, _CACHED, _ACTIVE, _SHARED = 0, 1, 2, 3
@@ -51,6 +53,8 @@ def ledger_answer(engine: Engine, ledgers: Ledgers, topic: str, argument: str) -
             return ledgers.little(now_ns)
         case "blocks":
             return block_map(engine)
+        case "prompts":
+            return ledgers.prompts.of(ledgers.accounts.recent(min(number, MAX_PROMPTS) or MAX_PROMPTS))
     return memory(engine)
 
 

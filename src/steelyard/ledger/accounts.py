@@ -152,6 +152,11 @@ class Accounts:
             self.settle(account)
         return found
 
+    def recent(self, count: int) -> list[Request]:
+        """The requests that came last, of those that are live or lately closed, oldest first."""
+        known = [a.request for a in self._closed.values()] + list(self._live)
+        return sorted(known, key=lambda request: request.start_ns)[-count:]
+
     @property
     def live(self) -> list[Account]:
         return list(self._live.values())

@@ -152,6 +152,7 @@ def ledger_routes(service: Service) -> dict[str, Callable[[Request], Awaitable[R
         "/ledger/steps/{id:int}": ledger.step,
         "/ledger/memory": ledger.memory,
         "/ledger/little": ledger.little,
+        "/ledger/prompts": ledger.prompts,
         "/ledger/live": ledger.live,
         "/": page.index,
         "/static/{name}": page.static,

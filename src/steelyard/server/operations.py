@@ -82,6 +82,7 @@ OPERATIONS = (
     Operation("get", "/ledger/steps/{id}", "One step, with every participant's share.", None, None, (_STEP,)),
     Operation("get", "/ledger/memory", "Where the device's memory is.", None),
     Operation("get", "/ledger/little", "Time in states against the number in them.", None),
+    Operation("get", "/ledger/prompts", "The last prompts as hashes of their tokens.", None, None, (_LAST,)),
     Operation("get", "/ledger/live", "All that the live page shows.", None),
     Operation("get", "/", "The live page.", HTML),
     Operation("get", "/static/{name}", "A file of the live page.", "*/*", None, (_NAME,)),

@@ -2,6 +2,7 @@
 
     /ledger/requests?last=N[&slowest=1]   /ledger/requests/{id}      a tenant sees its own
     /ledger/steps?last=N  /ledger/steps/{id}  /ledger/memory  /ledger/little  /ledger/live     an operator's
+    /ledger/prompts?last=N                                                                   an operator's
 
 What a tenant hears of others is merged into one number, without counts.
 """
@@ -69,6 +70,11 @@ class LedgerRoutes:
     async def little(self, request: Request) -> Response:
         check_operator(_tenant(request))
         return json_response(await self._service.client.ask("little"))
+
+    async def prompts(self, request: Request) -> Response:
+        """The last prompts as hashes: no text, no token, but every tenant's, so an operator's."""
+        check_operator(_tenant(request))
+        return json_response({"prompts": await self._service.client.ask(f"prompts {_last(request)}")})
 
     async def live(self, request: Request) -> Response:
         """All that the live page shows, in one answer."""
