@@ -13,6 +13,7 @@ import pytest
 
 from steelyard.config import ServerConfig
 from steelyard.core.step import StepPlan
+from steelyard.core.timed import State, Timed
 from steelyard.server.app import create_app, make_service
 from steelyard.server.client import EngineClient
 from steelyard.server.ledger import SLOW_WRITE_NS
@@ -141,6 +142,25 @@ def test_a_delay_is_its_own_accounts_and_no_others(tokenizer: Tokenizer, who: st
     assert plain == {"prefill": STEP_NS, "decode": 5 * STEP_NS}
     slowed = World(tokenizer, **{who: amount_ns}).ask(stream=stream)
     assert slowed == {**plain, account: amount_ns}
+
+
+@pytest.mark.parametrize("forgotten", [State.HTTP_READ, State.TOKENIZE, State.IN_ENGINE])
+def test_a_transition_that_is_forgotten_is_noticed(
+    tokenizer: Tokenizer, forgotten: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = Timed.to
+
+    def mutant(self: Timed, state: State, now_ns: int) -> None:
+        if state is not forgotten:
+            to(self, state, now_ns)
+
+    monkeypatch.setattr(Timed, "to", mutant)
+    delays = {who: amount_ns for who, (_, amount_ns) in DELAYS.items() if who != "reader"}
+    whole = {DELAYS[who][0]: amount_ns for who, amount_ns in delays.items()}
+    whole |= {"prefill": STEP_NS, "decode": 5 * STEP_NS}
+    assert World(tokenizer, **delays).ask() != whole
+    monkeypatch.undo()
+    assert World(tokenizer, **delays).ask() == whole
 
 
 def test_a_slow_step_is_the_engines_and_not_the_servers(tokenizer: Tokenizer) -> None:

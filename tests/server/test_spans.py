@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from steelyard.core.timed import State
 from steelyard.errors import StartError
 from steelyard.server.app import load_spans
+from steelyard.server.ledger import Account
 from steelyard.server.spans import Spans
 from steelyard.text.tokenizer import Tokenizer
 from tests.server.real_engine import RealEngine, serve
@@ -95,6 +99,31 @@ def test_refusals_and_failures_say_why(trees: dict[str, list[ReadableSpan]]) -> 
     refused, failed = trees["refused"][0], trees["failed"][0]
     assert attributes(refused)["http.response.status_code"] == 400 and attributes(refused)["error.type"]
     assert refused.status.status_code is StatusCode.UNSET and failed.status.status_code is StatusCode.ERROR
+
+
+class Stuck(SpanExporter):
+    """A collector that never answers."""
+
+    def __init__(self) -> None:
+        self._given_up = Event()
+        self.was_given_up: bool | None = None
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.was_given_up = self._given_up.wait(25)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self._given_up.set()
+
+
+def test_a_collector_that_never_answers_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.server.spans.CLOSE_S", 0.05)
+    exporter = Stuck()
+    spans, account = Spans(exporter, "tiny", lambda: 0), Account("r", "/v1/completions", "t", 0, 0.0)
+    account.timed.to(State.ENDED, 10)
+    spans.add(account, account.record())
+    spans.close()
+    assert exporter.was_given_up is True
 
 
 def test_an_endpoint_that_is_no_url_or_a_package_that_is_not_there_ends_the_start(monkeypatch: Any) -> None:

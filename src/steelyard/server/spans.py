@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from threading import Timer
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -30,6 +31,7 @@ from steelyard.server.ledger import Account
 PROVIDER = "steelyard"
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 _FAILED = 500
+CLOSE_S = 2.0
 
 
 class Spans:
@@ -39,6 +41,7 @@ class Spans:
     """
 
     def __init__(self, exporter: SpanExporter, model: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._exporter = exporter
         self._provider = TracerProvider(resource=Resource.create({"service.name": PROVIDER}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(PROVIDER)
@@ -73,8 +76,12 @@ class Spans:
         root.end(begin_ns + record["total_ns"])
 
     def close(self) -> None:
-        """Send what is left; gives up on a collector that does not answer."""
+        """Send what is left, for CLOSE_S at most: the SDK would try a collector that does not answer for 30 s."""
+        patience = Timer(CLOSE_S, self._exporter.shutdown)
+        patience.daemon = True
+        patience.start()
         self._provider.shutdown()
+        patience.cancel()
 
     def _attributes(self, operation: str, record: dict[str, Any]) -> dict[str, Any]:
         tokens, buckets = record["tokens"], record["buckets_ns"]
