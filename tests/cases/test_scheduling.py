@@ -129,7 +129,7 @@ def test_s19_more_prompts_than_slots(server: Server, prompts: Prompts, solo: Sol
 @pytest.mark.on("narrow")
 def test_s21_the_queue_has_a_limit(server: Server, prompts: Prompts) -> None:
     running = [
-        threading.Thread(target=lambda: server.complete(prompts(20), max_tokens=400), daemon=True) for _ in range(2)
+        threading.Thread(target=lambda: server.complete(prompts(20), max_tokens=1200), daemon=True) for _ in range(2)
     ]
     for thread in running:
         thread.start()

@@ -21,7 +21,7 @@ from steelyard.core.sampling import SamplingParams
 from steelyard.errors import EngineDead, Overloaded, SteelyardError
 from steelyard.server.collector import Collector
 from steelyard.server.metrics import Metrics
-from steelyard.server.terms import Prompt, Terms
+from steelyard.server.terms import Prompt, Terms, submit_of
 from steelyard.wire.messages import (
     Accepted,
     Answer,
@@ -38,7 +38,6 @@ from steelyard.wire.messages import (
     Resume,
     Status,
     Stop,
-    Submit,
     ToEngine,
     Vocabulary,
 )
@@ -187,7 +186,7 @@ class EngineClient:
                 self._open[id] = _Open(collector, i * sampling.n, sampling.n)
                 future = self._waiting[id] = loop.create_future()
                 accepted.append(future)
-                self._send(self._submit(id, prompt, sampling, terms, arrived_ns))
+                self._send(submit_of(id, prompt, sampling, terms, self._clock_ns() - arrived_ns))
             for answer in await asyncio.gather(*accepted):
                 self._metrics.params_max_tokens.observe(answer.max_tokens)
         except BaseException:
@@ -203,25 +202,6 @@ class EngineClient:
             assert self.vocabulary is not None, "a grammar without a tokenizer"
             self._send(self.vocabulary())
             self._knows_vocabulary = True
-
-    def _submit(self, id: str, prompt: Prompt, sampling: SamplingParams, terms: Terms, arrived_ns: int) -> Submit:
-        spent_ns = self._clock_ns() - arrived_ns
-        return Submit(
-            id,
-            prompt.ids,
-            sampling,
-            namespace=terms.namespace,
-            tenant=terms.tenant,
-            priority=terms.priority,
-            block_hashes=prompt.block_hashes,
-            grammar=terms.grammar,
-            want=terms.want,
-            deadline_in_ns=None if terms.deadline_ns is None else terms.deadline_ns - spent_ns,
-            first_token_in_ns=None if terms.first_token_ns is None else terms.first_token_ns - spent_ns,
-            ttft_slo_in_ns=None if terms.ttft_slo_ns is None else terms.ttft_slo_ns - spent_ns,
-            tpot_slo_ns=terms.tpot_slo_ns,
-            weight=terms.weight,
-        )
 
     def stop_choice(self, collector: Collector, index: int, keep: int) -> None:
         """A stop string was found in a choice: end it there, as a success of `keep` tokens."""

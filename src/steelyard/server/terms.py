@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from steelyard.core.sampling import SamplingParams
+from steelyard.wire.messages import Submit
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -34,3 +37,27 @@ class Terms:
     weight: float = 1.0
     grammar: str = ""
     want: str = "tokens"
+
+
+def submit_of(id: str, prompt: Prompt, sampling: SamplingParams, terms: Terms, spent_ns: int) -> Submit:
+    """What the engine is told of a request that came `spent_ns` ago: its times are counted from now."""
+
+    def left_ns(limit_ns: int | None) -> int | None:
+        return None if limit_ns is None else limit_ns - spent_ns
+
+    return Submit(
+        id,
+        prompt.ids,
+        sampling,
+        namespace=terms.namespace,
+        tenant=terms.tenant,
+        priority=terms.priority,
+        block_hashes=prompt.block_hashes,
+        grammar=terms.grammar,
+        want=terms.want,
+        deadline_in_ns=left_ns(terms.deadline_ns),
+        first_token_in_ns=left_ns(terms.first_token_ns),
+        ttft_slo_in_ns=left_ns(terms.ttft_slo_ns),
+        tpot_slo_ns=terms.tpot_slo_ns,
+        weight=terms.weight,
+    )
