@@ -23,6 +23,7 @@ from steelyard.engine.ordering import order_of
 from steelyard.engine.startup import say_memory, start_seconds
 from steelyard.errors import StartError
 from steelyard.plan.shape import ModelShape
+from steelyard.runner.bounded import model_shape, sinks_of
 from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
 from steelyard.runner.start import start_runner
@@ -56,7 +57,7 @@ def build_engine(
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
     runner, eos_token_ids = _runner_of(checkpoint, config, clock_ns)
     caps = runner.caps
-    shape = ModelShape.from_config(dict(checkpoint.config))
+    shape = model_shape(checkpoint.config, config.kv_window, config.kv_sinks)
     device = plan_device() if config.script is None and config.device != "cpu" else None
     measure = measure_on(device, shape, caps) if device is not None else None
     cache = CacheManager(caps, config.caches_prefixes, reserve_of(config, caps))
@@ -117,6 +118,8 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         attention_backend=config.attention_backend,
         whole_prompts=config.whole_prompts,
         kv_cache_dtype=config.kv_cache_dtype,
+        kv_window=config.kv_window,
+        kv_sinks=config.kv_sinks,
     )
     try:
         return start_runner(checkpoint, options)
@@ -176,6 +179,7 @@ def _effective(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> di
         "enable_prefix_caching": config.caches_prefixes,
         "batch_size": getattr(batching_of(config, caps), "batch_size", None),
         "attention_backend": getattr(runner, "attention", "none"),
+        "kv_sinks": None if config.kv_window is None else sinks_of(config.kv_sinks),
     }
 
 

@@ -39,6 +39,8 @@ class AttnSpec:
     scale     multiplies q.k;  softcap c: c * tanh(scale * q.k / c), None: off
     causal    query at position p sees keys at positions <= p
     window    and only positions > p - window; None: all
+    keep_first  with a window, positions < keep_first too (Xiao et al. 2024, "Efficient streaming language models with
+                attention sinks"); every key keeps the position it was written with
     sinks     [Hq] logits of a learned key with value zero that joins the softmax (gpt-oss); None: off
     group     the KV group whose slots and tables are used
     """
@@ -50,6 +52,7 @@ class AttnSpec:
     softcap: float | None = None
     group: int = 0
     want_lse: bool = False
+    keep_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

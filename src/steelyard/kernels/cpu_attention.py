@@ -95,7 +95,7 @@ class CpuAttention:
             self._writer.write(k, v, kv, batch.slots[spec.group])
         lse = torch.empty(q.shape[:2], dtype=torch.float32) if spec.want_lse else None
         for number, bundle in enumerate(self._bundles):
-            place = (number, spec.group, spec.window, spec.causal, _is_plain(spec))
+            place = (number, spec.group, spec.window, spec.causal, _is_plain(spec))  # keep_first is the window's
             if place not in self._keys:
                 dtype = _computed_in(q, kv)
                 self._keys[place] = _visible_keys(bundle, kv, batch.tables[spec.group], spec, dtype)
@@ -145,10 +145,12 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
     size = kv.block_size
     first_q = bundle.ctx_len - bundle.q_len
     lowest = torch.zeros_like(first_q) if spec.window is None else (first_q - spec.window + 1).clamp(min=0)
-    first_block = lowest // size
-    num_keys = int((bundle.ctx_len - first_block * size).max())
-    num_blocks = -(-num_keys // size)
-    block = first_block[:, None] + torch.arange(num_blocks)
+    kept = 0 if spec.window is None else -(-spec.keep_first // size)
+    first_block = (lowest // size).clamp(min=kept)
+    held = max(int((bundle.ctx_len - first_block * size).max()), 0)
+    block = first_block[:, None] + torch.arange(-(-held // size))
+    block = torch.cat([torch.arange(kept).expand(bundle.num_rows, -1), block], 1)
+    num_keys = min(kept * size + held, int(bundle.ctx_len.max()))
     physical = table[bundle.rows].gather(1, block.clamp(max=table.shape[1] - 1)).long()
     # Beyond a row's end its table may still name blocks of a former row; the null block is always readable.
     physical = torch.where(block * size < bundle.ctx_len[:, None], physical, 0)
@@ -157,7 +159,7 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
     query_at = query_at[:, :, None]
     visible = key_at <= query_at if spec.causal else key_at < bundle.ctx_len[:, None, None]
     if spec.window is not None:
-        visible = visible & (key_at > query_at - spec.window)
+        visible = visible & ((key_at > query_at - spec.window) | (key_at < spec.keep_first))
     runs_per_block = kv.k.stride(0) // (size * kv.k.shape[3])
     index = (physical[:, None, :] * runs_per_block + torch.arange(kv.k.shape[1])[:, None]).flatten()
     if bool(visible.all()):

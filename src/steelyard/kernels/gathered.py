@@ -82,7 +82,7 @@ class GatheredAttention:
         if spec.causal:
             visible = visible & (key_at <= query_at[:, :, None])
         if spec.window is not None:
-            visible = visible & (key_at > query_at[:, :, None] - spec.window)
+            visible = visible & ((key_at > query_at[:, :, None] - spec.window) | (key_at < spec.keep_first))
         queries = q[at].transpose(1, 2).to(keys.dtype)  # [R, Hq, Q, D]
         plain = spec.softcap is None and spec.sinks is None and not spec.want_lse
         if self.name == "sdpa" and plain:

@@ -274,7 +274,8 @@ class Work:
 def supports(shape: AttentionShape, device: torch.device) -> bool:
     """Whether the kernel takes this shape on this device: Hopper, head size 128, 64 rows in whole groups, 2 bytes.
 
-    An fp8 pool would have to be widened between the ring and the matrix units: it takes the plain kernel.
+    An fp8 pool would have to be widened between the ring and the matrix units: it takes the plain kernel, and so do
+    first positions that are kept behind a window.
     """
     return (
         device.type == "cuda"
@@ -283,6 +284,7 @@ def supports(shape: AttentionShape, device: torch.device) -> bool:
         and 64 % shape.group == 0
         and shape.dtype in (torch.bfloat16, torch.float16)
         and not shape.is_fp8
+        and not shape.keep_first
     )
 
 

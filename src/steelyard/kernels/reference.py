@@ -41,7 +41,7 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor,
     key_at = torch.arange(num_keys)[None, :]
     visible = key_at <= query_at if spec.causal else torch.ones(num_q, num_keys, dtype=torch.bool)
     if spec.window is not None:
-        visible = visible & (key_at > query_at - spec.window)
+        visible = visible & ((key_at > query_at - spec.window) | (key_at < spec.keep_first))
     scores = scores.masked_fill(~visible, -math.inf)
     if spec.sinks is not None:
         sink = spec.sinks.to(scores.dtype)[:, None, None].expand(-1, num_q, 1)

@@ -105,7 +105,8 @@ class TritonAttention:
             full = -(-shape.target_programs // shape.num_kv_heads)
             plan_decode[(-(-items // ENTRIES), len(self._windows))](
                 self._items, self._rows, self._counts, self._window_lens, batch.q_start, batch.ctx_len, rows, items,
-                self._spread, full, RB=rb, TILE=decode_config(shape, rows).tile, BLOCK=ENTRIES, num_warps=8,
+                self._spread, full, RB=rb, TILE=decode_config(shape, rows).tile, BLOCK=ENTRIES,
+                KEEP=shape.keep_first, num_warps=8,
             )  # fmt: skip
         if batch.num_decode < rows:
             plan_prefill[(-(-self._num_tiles(batch) // ENTRIES),)](
@@ -148,7 +149,8 @@ class TritonAttention:
             GB=power_of_two(shape.group),
             BN=config.tile, BLOCK=kv.block_size, CARRY=config.carry, STAGES=config.stages, WINDOW=spec.window or 0,
             SOFTCAP=spec.softcap is not None, SINKS=spec.sinks is not None, MERGE_LAST=merge_last, PB=8,
-            SCALED=shape.is_fp8, num_warps=config.warps, **register_cap(config), **early(pdl),
+            SCALED=shape.is_fp8, KEEP=shape.keep_first if spec.window else 0, num_warps=config.warps,
+            **register_cap(config), **early(pdl),
         )  # fmt: skip
         if not merge_last:
             decode_merge[(rows, shape.num_heads)](
@@ -179,7 +181,8 @@ class TritonAttention:
             H=shape.num_heads, HK=shape.num_kv_heads, D=shape.head_dim,
             DP=shape.padded_dim, BM=config.rows, BN=config.tile, BLOCK=kv.block_size, STAGES=config.stages,
             TMA=config.tma, CAUSAL=spec.causal, WINDOW=spec.window or 0, SOFTCAP=spec.softcap is not None,
-            SINKS=spec.sinks is not None, WANT_LSE=lse is not None, SCALED=shape.is_fp8, PDL=self._pdl,
+            SINKS=spec.sinks is not None, WANT_LSE=lse is not None, SCALED=shape.is_fp8,
+            KEEP=shape.keep_first if spec.window else 0, PDL=self._pdl,
             num_warps=config.warps,
             **register_cap(config), **early(self._pdl),
         )  # fmt: skip
@@ -197,7 +200,7 @@ class TritonAttention:
     def _check_call(self, q: Tensor, kv: KvLayer, spec: AttnSpec, out: Tensor) -> None:
         shape = self.shape
         assert spec.window in self._windows, f"window {spec.window} was not announced: {self._windows}"
-        assert kv.block_size == shape.block_size
+        assert kv.block_size == shape.block_size and (spec.window is None or spec.keep_first == shape.keep_first)
         assert (kv.k.dtype == FP8) == (kv.k_scale is not None) == (kv.v_scale is not None) == shape.is_fp8
         assert q.shape[1:] == (shape.num_heads, shape.head_dim) and q.stride()[1:] == (shape.head_dim, 1)
         assert out.shape == q.shape and out.stride()[1:] == (shape.head_dim, 1)

@@ -31,6 +31,7 @@ class AttentionShape:
 
     windows  one entry per KV group (None: full attention); equal entries share a table
     dtype    of q, k, v
+    keep_first  positions seen behind every window too (AttnSpec)
     is_fp8   the pool is fp8 (kv_fp8.py); else of `dtype` too
     """
 
@@ -43,6 +44,7 @@ class AttentionShape:
     windows: tuple[int | None, ...] = (None,)
     dtype: torch.dtype = torch.bfloat16
     is_fp8: bool = False
+    keep_first: int = 0
     target_programs: int = BUSY_PROGRAMS
 
     @property

@@ -70,19 +70,27 @@ def decode_merge(Out, Lse, PartOut, PartLse, Rows, out_stride, H: tl.constexpr, 
                WANT_LSE)  # fmt: skip
 
 
+@triton.jit
+def _key(j, out, KEEP: tl.constexpr, BN: tl.constexpr):
+    """The key that an item counts as its j-th, j a multiple of BN or the last: `out` more behind the first KEEP."""
+    if KEEP > 0:
+        j += tl.where(j >= (KEEP + BN - 1) // BN * BN, out, 0)
+    return j
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items, Count, scale, cap,
                  q_stride, out_stride, table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                  DP: tl.constexpr, GP: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
                  CARRY: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr, MERGE_LAST: tl.constexpr, PB: tl.constexpr,
-                 SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 SCALED: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (HK, items). Q, Out [T, H, D] rows q_stride, out_stride apart; K, V [blocks, HK, BLOCK, D] pools.
 
     CARRY loads block ids one tile ahead; without it the pipeline keeps a single K/V buffer, which lets five programs
     share a multiprocessor where they would not fit otherwise. WINDOW 0: none; else the first tile may reach before
-    the row's window and is masked. SCALED: K and V are fp8, KScale and VScale float32 [HK]. PartOut float32
-    [items, H, D], PartLse float32 [items, H] in base 2.
+    the row's window and is masked; KEEP: the first keys, which are seen too and read first. SCALED: K and V are fp8,
+    KScale and VScale float32 [HK]. PartOut float32 [items, H, D], PartLse float32 [items, H] in base 2.
     """
     G: tl.constexpr = H // HK
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -109,12 +117,16 @@ def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sink
         den = tl.where(item == first, 1.0, den)
     acc = tl.zeros([GP, DP], tl.float32)
     table = Table + row.to(tl.int64) * table_stride
-    last = tl.maximum(hi - 1, 0)
-    ids = block_ids(table, lo, last, n, BLOCK, BN)
+    out = 0
+    if KEEP > 0:
+        out = tl.load(w + 7)
+    last = _key(tl.maximum(hi - 1, 0), out, KEEP, BN)
+    ids = block_ids(table, _key(lo, out, KEEP, BN), last, n, BLOCK, BN)
     for j in tl.range(lo, hi, BN, num_stages=STAGES):
         if not CARRY:
-            ids = block_ids(table, j, last, n, BLOCK, BN)
-        off = kv_offsets(ids, j, n, kv_head, block_stride, BLOCK, D, BN)
+            ids = block_ids(table, _key(j, out, KEEP, BN), last, n, BLOCK, BN)
+        key = _key(j, out, KEEP, BN)
+        off = kv_offsets(ids, key, n, kv_head, block_stride, BLOCK, D, BN)
         seen = j + n < hi
         if DP == D:
             k = tl.load(K + off[None, :] + d[:, None])
@@ -125,13 +137,13 @@ def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sink
         if SCALED:
             k, v = k.to(q.dtype), v.to(q.dtype)
         if WINDOW > 0:
-            seen = seen & (j + n >= ctx - WINDOW)
+            seen = seen & ((key + n >= ctx - WINDOW) | (key + n < KEEP))
         s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
         s = tl.where(seen[None, :], s, -float("inf"))
         p, m, den, alpha = online_softmax(s, m, den)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         if CARRY:
-            ids = block_ids(table, j + BN, last, n, BLOCK, BN)
+            ids = block_ids(table, _key(j + BN, out, KEEP, BN), last, n, BLOCK, BN)
     acc = normalised(acc, den)
     if SCALED:
         acc *= tl.load(VScale + kv_head)

@@ -4,8 +4,8 @@ A row with one new token is decoded, split over its keys; a longer one is prefil
 on the host knows lengths, so a captured graph serves any batch that fits its bucket: grids have the bucket's largest
 number of items and surplus programs leave at once.
 
-    items   int32 [windows, R + SPREAD, 8]   row, token, first key, end key, its row's first item, parts and
-                                             context
+    items   int32 [windows, R + SPREAD, 8]   row, token, first key, end key, its row's first item, parts, context,
+                                             keys that are left out
     rows    int32 [windows, R, 4]            first item, parts, token
     tiles   int32 [T // TOKENS + R, 4]       row, first token, its position, tokens       longest first
     counts  int32 [windows + 1, 4]           items of each window, then tiles, in the first column (16 bytes apart)
@@ -38,14 +38,18 @@ def _row_lengths(QStart, Ctx, r, num_rows):
 
 
 @triton.jit
-def _parts(new, ctx, window, chunk, TILE: tl.constexpr):
-    """How a row is split: (first key, keys of a part, parts). Parts are equal but for the last, in whole tiles."""
-    first_key = tl.maximum(ctx - window, 0) // TILE * TILE
-    keys = ctx - first_key
+def _left_out(ctx, window, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Keys before the window's first tile, less the tiles of the first KEEP keys."""
+    return tl.maximum(tl.maximum(ctx - window, 0) // TILE * TILE - (KEEP + TILE - 1) // TILE * TILE, 0)
+
+
+@triton.jit
+def _parts(new, keys, chunk, TILE: tl.constexpr):
+    """How a row is split: (keys of a part, parts). Parts are equal but for the last, in whole tiles."""
     wanted = tl.maximum((keys + chunk - 1) // chunk, 1)
     size = tl.maximum(((keys + wanted - 1) // wanted + TILE - 1) // TILE, 1) * TILE
     parts = tl.where(new == 1, tl.maximum((keys + size - 1) // size, 1), 0)
-    return first_key, size, parts
+    return size, parts
 
 
 @triton.jit
@@ -66,19 +70,20 @@ def _chunk(keys, spread, full, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "max_items", "spread", "full"])
 def plan_decode(Items, Rows, Counts, Windows, QStart, Ctx, num_rows, max_items, spread, full,
-                RB: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                RB: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     """Grid (items / BLOCK, windows): decode items of one window; program 0 also writes rows and the count.
 
     RB is a power of two not below num_rows. Items never exceed num_rows + spread, since a chunk has at least
-    total / spread keys and a row at most one part more than its keys fill.
+    total / spread keys and a row at most one part more than its keys fill. With KEEP, keys of items are counted
+    without those left out, which lie behind the first KEEP keys' tiles.
     """
     which = tl.program_id(1)
     window = tl.load(Windows + which)
     r = tl.arange(0, RB)
     new, ctx = _row_lengths(QStart, Ctx, r, num_rows)
-    keys = tl.where(new == 1, ctx - tl.maximum(ctx - window, 0) // TILE * TILE, 0)
+    keys = tl.where(new == 1, ctx - _left_out(ctx, window, TILE, KEEP), 0)
     chunk = _chunk(keys, spread, full, TILE)
-    _, _, parts = _parts(new, ctx, window, chunk, TILE)
+    _, parts = _parts(new, keys, chunk, TILE)
     end = tl.cumsum(parts, 0)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.sum((end[None, :] <= i[:, None]).to(tl.int32), 1)
@@ -86,16 +91,22 @@ def plan_decode(Items, Rows, Counts, Windows, QStart, Ctx, num_rows, max_items, 
     ok = row < num_rows
     row = tl.minimum(row, num_rows - 1)
     new_i, ctx_i = _row_lengths(QStart, Ctx, row, num_rows)
-    first_key, size, parts_i = _parts(new_i, ctx_i, window, chunk, TILE)
-    lo = first_key + (i - first) * size
+    out_i = _left_out(ctx_i, window, TILE, KEEP)
+    size, parts_i = _parts(new_i, ctx_i - out_i, chunk, TILE)
+    lo = (i - first) * size
+    end_i = ctx_i - out_i
+    if KEEP == 0:
+        lo += out_i
+        end_i = ctx_i
     at = Items + (which * max_items + i) * 8
     tl.store(at, row, mask=ok)
     tl.store(at + 1, tl.load(QStart + row), mask=ok)
     tl.store(at + 2, lo, mask=ok)
-    tl.store(at + 3, tl.minimum(lo + size, ctx_i), mask=ok)
+    tl.store(at + 3, tl.minimum(lo + size, end_i), mask=ok)
     tl.store(at + 4, first, mask=ok)
     tl.store(at + 5, parts_i, mask=ok)
     tl.store(at + 6, ctx_i, mask=ok)
+    tl.store(at + 7, out_i, mask=ok)
     if tl.program_id(0) == 0:
         tl.store(Counts + which * 4, tl.sum(parts, 0))
         at_row = Rows + (which * num_rows + r) * 4

@@ -56,11 +56,11 @@ def prefill(Q, K, V, KScale, VScale, Out, Lse, Sinks, Table, Tiles, Count, Ctx, 
             table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
             CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-            WANT_LSE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            WANT_LSE: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (HK, tiles). Q, Out [T, H, D] rows q_stride, out_stride apart; K, V pools or descriptors [*, D].
 
-    WINDOW 0: none. SCALED: K and V are fp8, KScale and VScale float32 [HK]. The last BM % G
-    matrix rows are idle. Ctx int32 [R] is read only if not CAUSAL.
+    WINDOW 0: none; KEEP: the first keys, which are seen behind it too. SCALED: K and V are fp8, KScale and VScale
+    float32 [HK]. The last BM % G matrix rows are idle. Ctx int32 [R] is read only if not CAUSAL.
     """
     G: tl.constexpr = H // HK
     kv_head, tile = tl.program_id(0), tl.program_id(1)
@@ -99,6 +99,13 @@ def prefill(Q, K, V, KScale, VScale, Out, Lse, Sinks, Table, Tiles, Count, Ctx, 
         den = tl.full([BM], 1.0, tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     table = Table + row.to(tl.int64) * table_stride
+    if KEEP > 0:  # the first keys, as far as they lie before the window's first tile
+        for j in tl.range(0, tl.minimum((KEEP + BN - 1) // BN * BN, lo), BN, num_stages=1):
+            ids = block_ids(table, j, hi - 1, n, BLOCK, BN)
+            k, v = _load_tile(K, V, ids, j, n, d, kv_head, block_stride, q.dtype, D, DP, BLOCK, TMA)
+            s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
+            p, m, den, alpha = online_softmax(tl.where((j + n < KEEP)[None, :], s, -float("inf")), m, den)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     ids = block_ids(table, lo, hi - 1, n, BLOCK, BN)
     for j in tl.range(lo, full, BN, num_stages=STAGES):
         k, v = _load_tile(K, V, ids, j, n, d, kv_head, block_stride, q.dtype, D, DP, BLOCK, TMA)
@@ -111,7 +118,7 @@ def prefill(Q, K, V, KScale, VScale, Out, Lse, Sinks, Table, Tiles, Count, Ctx, 
         s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
         seen = (j + n)[None, :] <= last_seen[:, None]
         if WINDOW > 0:
-            seen = seen & ((j + n)[None, :] > pos[:, None] - WINDOW)
+            seen = seen & (((j + n)[None, :] > pos[:, None] - WINDOW) | (j + n < KEEP)[None, :])
         p, m, den, alpha = online_softmax(tl.where(seen, s, -float("inf")), m, den)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         ids = block_ids(table, j + BN, hi - 1, n, BLOCK, BN)

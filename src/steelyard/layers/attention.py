@@ -35,6 +35,7 @@ class HeadShape:
     softcap: float | None = None
     window: int | None = None
     group: int = 0
+    keep_first: int = 0
 
 
 class SelfAttention:
@@ -45,7 +46,13 @@ class SelfAttention:
     def __init__(self, place: Place, shape: HeadShape) -> None:
         self.backend = place.backend
         self.shape = shape
-        self.spec = AttnSpec(scale=shape.scale, softcap=shape.softcap, window=shape.window, group=shape.group)
+        self.spec = AttnSpec(
+            scale=shape.scale,
+            softcap=shape.softcap,
+            window=shape.window,
+            keep_first=shape.keep_first,
+            group=shape.group,
+        )
         num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.qkv = Linear(place, shape.hidden_size, (num_q, num_kv, num_kv), shape.qkv_bias)
         self.out = Linear(place, num_q, (shape.hidden_size,), shape.out_bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from steelyard.layers.mlp import MoeShape
 from steelyard.layers.rotary import RopeConfig
@@ -10,7 +10,10 @@ from steelyard.layers.rotary import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer. `rope` indexes DecoderConfig.ropes, None: positions are not used (SmolLM3)."""
+    """One layer. `rope` indexes DecoderConfig.ropes, None: positions are not used (SmolLM3).
+
+    window, keep_first  as in kernels.attention.AttnSpec
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -19,6 +22,7 @@ class LayerConfig:
     window: int | None = None
     rope: int | None = 0
     moe: MoeShape | None = None
+    keep_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +77,8 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows in order of first use: one KV group each."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    def bounded(self, window: int, keep_first: int) -> DecoderConfig:
+        """The same with every layer held to a window and its first positions; only for one that has no windows."""
+        assert self.windows == (None,), self.windows
+        return replace(self, layers=tuple(replace(x, window=window, keep_first=keep_first) for x in self.layers))

@@ -49,6 +49,7 @@ class DecoderLayer:
             scale=config.attn_scale if config.attn_scale is not None else 1 / math.sqrt(layer.head_dim),
             softcap=config.attn_softcap,
             window=layer.window,
+            keep_first=layer.keep_first,
             group=config.windows.index(layer.window),
         )
         self.attention = SelfAttention(place, shape)

@@ -113,10 +113,13 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.from_numpy(lazy).view(like.dtype).view(shape)
 
 
-def kv_layout(computed: torch.dtype, held: torch.dtype, block_size: int) -> str:
-    """What KV of equal tokens must have in common to be the same: the dtypes, and the tokens of a block."""
+def kv_layout(computed: torch.dtype, held: torch.dtype, block_size: int, config: DecoderConfig) -> str:
+    """What KV of equal tokens must have in common to be the same: the dtypes, what was seen, the tokens of a block."""
     names = [str(dtype).removeprefix("torch.") for dtype in (computed, held)]
-    return f"{names[0]}/{'fp8' if held == FP8 else names[1]}/{block_size}"
+    first = config.layers[0]
+    is_bounded = first.window is not None and len(config.windows) == 1
+    bounded = f"window {first.window} after {first.keep_first}/" if is_bounded else ""
+    return f"{names[0]}/{'fp8' if held == FP8 else names[1]}/{bounded}{block_size}"
 
 
 def size_pool(

@@ -25,6 +25,7 @@ class RunnerOptions:
     overlap   results are collected after the next launch; None: where the device runs by itself
     backend   auto, or the name of one (reference: slow and exact, for tests; invariant: see kernels/invariant.py)
     kv_cache_dtype  auto: what the backend computes in; fp8: see kernels/kv_fp8.py
+    kv_window, kv_sinks  attention sees the latest kv_window positions and the first kv_sinks; None: all
     whole_prompts  a step must be able to hold a request of the full context
     """
 
@@ -46,6 +47,8 @@ class RunnerOptions:
     attention_backend: str = "auto"
     whole_prompts: bool = False
     kv_cache_dtype: str = "auto"
+    kv_window: int | None = None
+    kv_sinks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def check_invariant(options: RunnerOptions, device: torch.device) -> None:
         "device": (device.type == "cuda", "runs on a CPU; add --device cpu"),
         "attention_backend": (options.attention_backend != "auto", "has its own attention; drop --attention-backend"),
         "kv_cache_dtype": (options.kv_cache_dtype != "auto", "reads no fp8 pool; drop --kv-cache-dtype"),
+        "kv_window": (options.kv_window is not None, "has no bounded KV; drop --kv-window"),
     }
     for param, (stands, why) in obstacles.items():
         if stands:

@@ -18,10 +18,9 @@ from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.select import choose_attention
 from steelyard.layers.linear import Place
 from steelyard.models.decoder import Decoder
-from steelyard.models.families import decoder_config
 from steelyard.models.load import dummy_weights, load_weights
 from steelyard.plan.memory import MemoryBudget, activation_peak_bytes
-from steelyard.plan.shape import ModelShape
+from steelyard.runner.bounded import bounded_config, model_shape
 from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, kv_layout, size_pool
 from steelyard.runner.kv_scales import kv_scales
 from steelyard.runner.options import (
@@ -54,9 +53,9 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     """A runner for a CPU: shapes are exact, and launching is computing."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, {entry.kind for entry in checkpoint.tensors.values()})
-    shape = ModelShape.from_config(dict(checkpoint.config))
+    shape = model_shape(checkpoint.config, options.kv_window, options.kv_sinks)
     limits = resolve_limits(options, device, shape.max_position)
-    config = decoder_config(checkpoint.config)
+    config = bounded_config(checkpoint.config, options.kv_window, options.kv_sinks)
     backend = _backend(options, config.layers[0].head_dim, limits.block_size, device)
     kv_dtype = resolve_kv_dtype(options, backend.kv_dtype(dtype), device)
     phases = Phases(device)
@@ -91,7 +90,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         vocab_size=shape.vocab_size,
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
-        kv_layout=kv_layout(dtype, kv_dtype, limits.block_size),
+        kv_layout=kv_layout(dtype, kv_dtype, limits.block_size, config),
         num_host_blocks=kv.num_host_blocks,
         host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
     )

@@ -28,10 +28,9 @@ from steelyard.kernels.triton_step import TritonStep
 from steelyard.layers.linear import Place
 from steelyard.models.config import DecoderConfig
 from steelyard.models.decoder import Decoder
-from steelyard.models.families import decoder_config
 from steelyard.models.load import dummy_weights, load_weights
 from steelyard.plan.memory import MemoryBudget, graphs_bytes
-from steelyard.plan.shape import ModelShape
+from steelyard.runner.bounded import bounded_config, model_shape
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.device_runner import DeviceRunner, Machine
 from steelyard.runner.graphs import FEW_TOKENS, Buckets, Captures, Graph
@@ -54,10 +53,10 @@ class DeviceStart:
         self.device = device = resolve_device(options.device)
         self.phases = Phases(device)
         self.dtype = resolve_dtype(options.dtype, device, {e.kind for e in checkpoint.tensors.values()})
-        self.shape = ModelShape.from_config(dict(checkpoint.config))
+        self.shape = model_shape(checkpoint.config, options.kv_window, options.kv_sinks)
         self.limits = resolve_limits(options, device, self.shape.max_position)
         self.max_tokens = max(self.limits.max_batched_tokens, self.limits.max_rows)
-        self.config = decoder_config(checkpoint.config)
+        self.config = bounded_config(checkpoint.config, options.kv_window, options.kv_sinks)
         self.free_at_start = self.phases.free_bytes()
         self.backend, self.renew = make_backend(self.config, self)
         self.kv_dtype = resolve_kv_dtype(options, self.backend.kv_dtype(self.dtype), device)
@@ -194,7 +193,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         vocab_size=start.shape.vocab_size,
         overlaps=limits.overlaps,
         fingerprint=checkpoint.fingerprint,
-        kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size),
+        kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size, start.config),
         num_host_blocks=kv.num_host_blocks,
         host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
     )
@@ -237,6 +236,7 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
         max_rows=limits.max_rows,
         max_tokens=start.max_tokens,
         windows=config.windows,
+        keep_first=first.keep_first,
         dtype=start.dtype,
     )
     pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -20,13 +20,17 @@ class CompletionDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all prompts and choices together."""
+    """Tokens of all prompts and choices together.
+
+    context_bounded_to  only where --kv-window hid some of a choice's tokens: how many it saw at most
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    context_bounded_to: int | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct):

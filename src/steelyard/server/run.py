@@ -271,7 +271,7 @@ class Run:
         return [joined[index] for index in sorted(joined)]
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage of all prompts and choices together."""
+        """OpenAI's usage of all prompts and choices together; and what --kv-window left of a longer context."""
         prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
         completion_tokens = sum(choice.num_completion_tokens for choice in self._choices)
         usage: dict[str, Any] = {
@@ -279,6 +279,10 @@ class Run:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
+        seen = self._exchange.service.seen_tokens
+        longest = max(len(self.prompt_of(c.index).ids) + c.num_completion_tokens for c in self._choices)
+        if seen is not None and longest > seen:
+            usage["context_bounded_to"] = seen
         if self._reasoning is not None:
             num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

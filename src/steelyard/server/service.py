@@ -204,7 +204,16 @@ class Service:
     def max_request_tokens(self) -> int:
         """Prompt and output of one request: what context and KV pool allow."""
         ready = self._ready
+        if self.seen_tokens is not None:
+            return ready.max_model_len
         return min(ready.max_model_len, ready.block_size * min(ready.num_blocks))
+
+    @property
+    def seen_tokens(self) -> int | None:
+        """What attention sees of a context that is longer (--kv-window and its sinks); None: all."""
+        config = self._ready.config
+        window = config.get("kv_window")
+        return None if window is None else window + (config.get("kv_sinks") or 0)
 
     def wall_s(self) -> int:
         """Seconds since 1970, for `created`; the only wall clock here."""
