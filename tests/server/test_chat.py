@@ -135,5 +135,8 @@ def test_tokenize_counts_what_a_chat_counts(served: Served) -> None:
     assert tokens["token_strs"][0] == tiny_model.BOS
     text = served.post("/tokenize", {"prompt": "The sea"}).json()["tokens"]
     assert text[0] == 0
+    info = served.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == (tiny_model.BOS, tiny_model.IM_END)
+    assert (info["vocab_size"], info["chat_template"]) == (tiny_model.VOCAB_SIZE, tiny_model.TEMPLATE)
     bare = served.post("/tokenize", {"prompt": "The sea", "add_special_tokens": False}).json()["tokens"]
     assert served.post("/detokenize", {"tokens": bare}).json() == {"prompt": "The sea"}

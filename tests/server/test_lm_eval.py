@@ -56,14 +56,17 @@ def sums(model: Path) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_lm_eval_gets_the_log_probabilities_of_the_model(model: Path, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["its own", "the server's"])
+def test_lm_eval_gets_the_log_probabilities_of_the_model(
+    model: Path, server: Server, tmp_path: Path, tokenizer: str
+) -> None:
     args: dict[str, Any] = {
         "model": "tiny",
         "base_url": f"{server.url}/v1/completions",
-        "tokenizer": model,
         "num_concurrent": 3,
         "max_retries": 1,
     }
+    args |= {"tokenizer": model} if tokenizer == "its own" else {"tokenizer_backend": "remote"}
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", TASK]
     command += ["--include_path", "benchmarks/lm_eval", "--output_path", str(tmp_path), "--log_samples"]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in args.items())]

@@ -28,6 +28,9 @@ class Want(Flag):
     POOL_MEAN = auto()  # the mean of the final hidden states of the new tokens
 
 
+POOLED = Want.POOL_LAST | Want.POOL_MEAN
+
+
 @dataclass(frozen=True, slots=True)
 class RowEnter:
     """A request takes a row: admitted, resumed, forked or swapped in alike. KV is valid below `start`.

@@ -18,7 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard.core.step import MemoryTerms, RowOut, RowWork, RunnerCaps, StepPlan, StepResult, StepTiming, Want
+from steelyard.core.step import (
+    POOLED,
+    MemoryTerms,
+    RowOut,
+    RowWork,
+    RunnerCaps,
+    StepPlan,
+    StepResult,
+    StepTiming,
+    Want,
+)
 from steelyard.models.decoder import Decoder
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.frame import NUM_SLOTS, Pairs, Slot, differences, split
@@ -222,7 +232,7 @@ class DeviceRunner:
         masked, plain = frozenset(step.plan.masked), list[int]()
         for i, (w, host) in enumerate(zip(step.work, step.hosts)):
             step.wants_prompt |= Want.PROMPT_LOGPROBS in w.want
-            step.wants_pooled |= bool(w.want & (Want.POOL_LAST | Want.POOL_MEAN))
+            step.wants_pooled |= bool(w.want & POOLED)
             if Want.TOKEN not in w.want:
                 continue
             job = Job(w.row, w.start + w.num_new, w.want, host)

@@ -131,7 +131,8 @@ class Planner:
         want = resident.want if start + num_new == known else Want.NOTHING
         if request.sampling.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1:
             want |= Want.PROMPT_LOGPROBS
-        want |= request.pooling & Want.POOL_MEAN
+        if request.pooling is Want.POOL_MEAN:
+            want |= Want.POOL_MEAN
         if start + num_new < known:
             draft.capped.append((resident, len(draft.work)))
         else:

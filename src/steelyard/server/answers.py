@@ -195,6 +195,14 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    bos_token: str | None
+    eos_token: str | None
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
 class ModelCard(msgspec.Struct):
     id: str
     object: Literal["model"]

@@ -128,6 +128,7 @@ def create_app(service: Service) -> ASGIApp:
             Route("/v1/models", models.all),
             Route("/v1/models/{id:path}", models.one),
             Route("/v1/responses/{id}", kept.one, methods=["GET", "DELETE"]),
+            Route("/tokenizer_info", models.tokenizer_info),
             Route("/version", models.version),
             Route("/openapi.json", docs.document),
             Route("/docs", docs.page),

@@ -65,6 +65,7 @@ OPERATIONS = (
         "post", "/tokenize", "Token ids of a text or a conversation.", answers.TokenizeAnswer, TokenizeBody
     ),
     Operation("post", "/detokenize", "The text of token ids.", answers.DetokenizeAnswer, DetokenizeBody),
+    Operation("get", "/tokenizer_info", "What a client needs that renders for itself.", answers.TokenizerInfo),
     Operation("get", "/v1/models", "What is served here.", answers.ModelList),
     Operation("get", "/v1/models/{id}", "One model.", answers.ModelCard, None, (_ID,)),
     Operation("get", "/version", "The server's version.", answers.VersionAnswer),

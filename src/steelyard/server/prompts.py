@@ -48,6 +48,11 @@ class Prompts:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
 
+    @property
+    def chat_template(self) -> str | None:
+        """Its source; None where the model has none."""
+        return self._template.source if self._template is not None else None
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 

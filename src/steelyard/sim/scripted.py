@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.step import (
+    POOLED,
     MemoryTerms,
     RowEnter,
     RowOut,
@@ -92,7 +93,7 @@ class ScriptedRunner:
             prompt = enter.tokens[: enter.prompt_len]
             self._rows[enter.row] = (enter, self._script.answers.get(prompt, self._script.default))
         prompt_logprobs = {w.row: self._prompt_logprobs(w) for w in plan.work if Want.PROMPT_LOGPROBS in w.want}
-        pooled = {w.row: self._pooled(w) for w in plan.work if w.want & (Want.POOL_LAST | Want.POOL_MEAN)}
+        pooled = {w.row: self._pooled(w) for w in plan.work if w.want & POOLED}
         timing = StepTiming(self._clock(), 0, 0)
         rows = tuple([self._answer(w) for w in plan.work])
         result = StepResult(plan.id, rows, timing, prompt_logprobs, pooled)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steelyard.core.step import (
+    POOLED,
     MemoryTerms,
     RowEnter,
     RowOut,
@@ -120,7 +121,7 @@ class ShadowRunner:
             rows.append(out)
             if Want.PROMPT_LOGPROBS in work.want:
                 prompt_logprobs[work.row] = self._prompt_logprobs(work)
-            if work.want & (Want.POOL_LAST | Want.POOL_MEAN):
+            if work.want & POOLED:
                 pooled[work.row] = self._pooled(work)
         launch_ns, device_ns = self._clock(), self._step_ns(plan)
         timing = StepTiming(launch_ns, launch_ns + device_ns, device_ns)

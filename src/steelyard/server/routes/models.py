@@ -1,4 +1,4 @@
-"""GET /v1/models, /v1/models/{id} and /version: what is served here, and by what."""
+"""GET /v1/models, /v1/models/{id}, /tokenizer_info and /version: what is served here, and by what."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ class Models:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._version})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What clients need that render and count for themselves, by vLLM's names. Raises InvalidRequest."""
+        prompts = self._service.prompts
+        tokenizer = prompts.need_tokenizer("tokenizer_info")
+        return json_response(
+            {
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "vocab_size": tokenizer.vocab_size,
+                "model_max_length": prompts.max_model_len,
+                "chat_template": prompts.chat_template,
+            }
+        )
 
     def _card(self) -> dict[str, Any]:
         service = self._service
