@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from steelyard.cache.blocks import BlockPool
+from steelyard.cache.host import HostTier
 from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Request
-from steelyard.core.step import Copy, TableEdit
+from steelyard.core.step import Copy, Swap, TableEdit
 from steelyard.core.timed import State, Timed
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.rows import Resident
@@ -44,11 +46,16 @@ def workload(rig: Rig = RIG) -> None:
     assert_same_as_solo(simulation, requests, rig)
     assert_idle(simulation, requests)
     counters = simulation.scheduler.counters
+    assert bool(counters.swaps_in) == bool(rig.num_host_blocks)
     assert counters.preemptions and counters.forks and counters.prefix_hits_tokens and counters.overshoot_tokens
 
 
-def test_the_workload_passes_without_a_mutation() -> None:
-    workload()
+SWAPPING = replace(RIG, num_host_blocks=40)
+
+
+@pytest.mark.parametrize("rig", [RIG, SWAPPING], ids=["recompute", "swap"])
+def test_the_workload_passes_without_a_mutation(rig: Rig) -> None:
+    workload(rig)
 
 
 def skip_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +166,50 @@ def test_a_mutation_is_caught(mutate: Callable[[pytest.MonkeyPatch], None], monk
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         workload()
+
+
+def skip_swaps(out: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        take_swaps = HostTier.take_swaps
+
+        def mutated(self: HostTier) -> tuple[Swap, ...]:
+            return tuple(swap for swap in take_swaps(self) if swap.out is not out)
+
+        monkeypatch.setattr(HostTier, "take_swaps", mutated)
+
+    mutate.__name__ = f"skip_swaps_{'out' if out else 'in'}"
+    return mutate
+
+
+def swap_in_before_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_swaps = HostTier.take_swaps
+    monkeypatch.setattr(HostTier, "take_swaps", lambda self: take_swaps(self)[::-1])
+
+
+def give_a_slot_up_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "hold", lambda self, group, slot: None)
+
+
+def keep_the_slots_of_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "release", lambda self, request: None)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        skip_swaps(out=True),
+        skip_swaps(out=False),
+        swap_in_before_out,
+        give_a_slot_up_before_it_is_read,
+        keep_the_slots_of_who_has_ended,
+        drop_transitions_to(State.SWAP_OUT),
+        drop_transitions_to(State.SWAPPED),
+        drop_transitions_to(State.SWAP_IN),
+    ],
+)
+def test_a_mutation_of_swapping_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        workload(SWAPPING)

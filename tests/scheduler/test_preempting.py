@@ -203,3 +203,17 @@ def test_a_request_swapped_while_its_namespace_is_dropped_returns_and_publishes_
     assert_same_as_solo(simulation, requests, RIG)
     probe = make_request("probe", away[0].tokens, 3, tenant=requests.index(away[0]) + 1)
     assert away[0].reason is FinishReason.LENGTH and cache.match(probe, from_host=True) == 0
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 64], ids=["recompute", "swap"])
+def test_a_displaced_request_that_is_cut_short_by_its_stop_leaves_the_queue(num_host_blocks: int) -> None:
+    simulation = replace(RIG, num_host_blocks=num_host_blocks, budget=64).simulation()
+    requests = [make_request(str(i), [i + 1] * 15, 24) for i in range(3)]
+    for request in requests:
+        simulation.add(request)
+    while not (away := [r for r in requests if r.num_preemptions]):
+        assert simulation.step()
+    assert len(away[0].tokens) > 16 >= away[0].prompt_len, "long while it waits, short once it is cut"
+    simulation.take(simulation.scheduler.stop(away[0].key, FinishReason.STOP, simulation.clock(), keep=0))
+    run_checked(simulation)
+    assert_idle(simulation, requests)

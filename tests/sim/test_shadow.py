@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import Copy, KvGroup, RowEnter, RowWork, RunnerCaps, StepPlan, TableEdit, Want
+from steelyard.core.step import Copy, KvGroup, RowEnter, RowWork, RunnerCaps, StepPlan, Swap, TableEdit, Want
 from steelyard.sim.shadow import ShadowError, ShadowRunner
 
 CAPS = RunnerCaps(
@@ -135,3 +135,63 @@ def test_an_empty_step_is_legal() -> None:
     assert runner.collect(runner.launch(StepPlan(1))).rows == ()
     with pytest.raises(ShadowError, match="17 tokens in a step"):
         runner.launch(StepPlan(2, work=(RowWork(0, 0, 17, Want.NOTHING),)))
+
+
+HOST = replace(CAPS, num_host_blocks=(4,))
+
+
+def collected(*plans: StepPlan) -> ShadowRunner:
+    runner = ShadowRunner(HOST)
+    for plan in plans:
+        runner.collect(runner.launch(plan))
+    return runner
+
+
+def swap_plan(*swaps: Swap) -> StepPlan:
+    return StepPlan(9, swaps=swaps)
+
+
+def test_a_row_that_was_swapped_out_and_in_goes_on_in_other_blocks() -> None:
+    alone = collected(first_plan())
+    expected = alone.collect(alone.launch(StepPlan(2, work=(RowWork(0, 6, 1, Want.TOKEN),)))).rows[0].ids
+    runner = collected(first_plan())
+    token = runner._rows[0].tokens[-1]
+    out = StepPlan(2, leave=(0,), swaps=(Swap(0, 1, 3, True), Swap(0, 2, 1, True)))
+    runner.collect(runner.launch(out))
+    back = StepPlan(
+        3,
+        enter=(RowEnter(1, 2, (*TOKENS, token), 6, 6, SamplingParams(seed=0)),),
+        edits=(TableEdit(0, 1, 0, (7, 8)),),
+        swaps=(Swap(0, 7, 3, False), Swap(0, 8, 1, False)),
+        work=(RowWork(1, 6, 1, Want.TOKEN),),
+    )
+    assert runner.collect(runner.launch(back)).rows[0].ids == expected
+    assert runner.num_swaps == 4
+
+
+@pytest.mark.parametrize(
+    ("swaps", "says"),
+    [
+        ((Swap(0, 3, 1, False), Swap(0, 1, 1, True)), "in before"),
+        ((Swap(0, 1, 1, True), Swap(0, 2, 1, True)), "one place"),
+        ((Swap(0, 1, 1, True), Swap(0, 2, 2, True), Swap(0, 3, 1, False), Swap(0, 3, 2, False)), "one place"),
+        ((Swap(0, 1, 5, True),), "no such host slot"),
+        ((Swap(0, 0, 1, True),), "null block"),
+        ((Swap(0, 3, 2, False),), "nothing was put there"),
+    ],
+)
+def test_a_swap_that_cannot_be_is_refused(swaps: tuple[Swap, ...], says: str) -> None:
+    runner = collected(first_plan())
+    with pytest.raises(ShadowError, match=says):
+        runner.launch(swap_plan(*swaps))
+
+
+def test_a_block_that_a_step_in_flight_uses_is_not_swapped() -> None:
+    for swap in (Swap(0, 2, 2, True), Swap(0, 1, 1, False)):
+        runner = collected(first_plan(), swap_plan(Swap(0, 1, 1, True)))
+        runner.launch(StepPlan(3, work=(RowWork(0, 6, 1, Want.TOKEN),)))
+        with pytest.raises(ShadowError, match="in flight"):
+            runner.launch(swap_plan(swap))
+    runner = collected(first_plan())
+    runner.launch(StepPlan(3, work=(RowWork(0, 6, 1, Want.TOKEN),)))
+    runner.launch(swap_plan(Swap(0, 1, 1, True)))  # a block that is only read may be copied meanwhile

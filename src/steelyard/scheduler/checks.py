@@ -26,6 +26,7 @@ def _check_places(live: Live) -> None:
     known = {request for siblings in live.requests.values() for request in siblings.values()}
     assert len(running) + len(waiting) == len(known), "a request is in two places or in none"
     assert known == {*running, *waiting}
+    leaving = {*live.swapping, *(request for flight in live.in_flight for request in flight.swapped)}
     held = list(rows)
     assert len(held) + rows.num_free == len(rows.by_row), "a row is lost"
     assert {r.request for r in held if not r.ended} == set(running)
@@ -36,6 +37,7 @@ def _check_places(live: Live) -> None:
         assert request.num_computed == 0, f"{request} waits and counts KV as its own"
         swapped = request.state in (State.SWAP_OUT, State.SWAPPED)
         assert swapped == bool(live.cache.swapped_tokens(request)), f"{request}: what the host keeps"
+        assert (request.state is State.SWAP_OUT) == (request in leaving), f"{request}: its KV is under way"
         assert request.row == -1 and not live.cache.tables(request), f"{request} waits and holds something"
 
 

@@ -41,10 +41,12 @@ class WaitingQueue:
         self._num_unlabelled += 1
 
     def remove(self, request: Request) -> None:
-        for items in self._lists_of(request):
+        for items in (self.items, self.short):  # a stop may have cut its tokens since: it can have become short
             at = bisect_left(items, request.order_key, key=_by_key)
-            assert items[at] is request
-            del items[at]
+            found = at < len(items) and items[at] is request
+            assert found or items is self.short, f"{request} does not wait"
+            if found:
+                del items[at]
         self.tenants[request.tenant] -= 1
         if not self.tenants[request.tenant]:
             del self.tenants[request.tenant]
