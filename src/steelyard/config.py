@@ -31,6 +31,8 @@ class EngineConfig:
     swap_space              GiB of host memory for KV of preempted requests and of evicted prefixes; 0: none
     gpu_memory_utilization  share of the device's memory (on a CPU: of available memory) for everything
     script                  a JSON file of token ids to answer with in place of a model: the server by itself
+    num_speculative_tokens  guesses a step may check for a row, looked up in the row's own text; 0: none
+    speculative_load        tokens that a step of decodes takes at no cost: guesses fill it up to there
     async_scheduling        launch step N + 1 before step N is collected; None: where the device runs by itself
 
     Baselines to compare with; all give the same tokens:
@@ -68,6 +70,8 @@ class EngineConfig:
     kv_sinks: int | None = None
     scheduling_policy: str = "fcfs"
     deterministic: bool = False
+    num_speculative_tokens: int = 0
+    speculative_load: int = 4
     seed: int = 0
     skip_tokenizer_init: bool = False
     check_invariants: bool = False
@@ -83,6 +87,8 @@ class EngineConfig:
         if self.kv_sinks is not None and self.kv_window is None:
             raise StartError("--kv-sinks belongs to --kv-window: give both or neither")
         _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _at_least("speculative_load", self.speculative_load, 1)
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             _at_least(flag, getattr(self, flag), 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)

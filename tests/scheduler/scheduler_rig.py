@@ -20,6 +20,7 @@ from steelyard.scheduler.policies.priority import Priority
 from steelyard.scheduler.policies.slo import Slo
 from steelyard.scheduler.protocols import Order
 from steelyard.scheduler.scheduler import Scheduler
+from steelyard.scheduler.speculation import Speculation
 from steelyard.sim.clock import VirtualClock
 from steelyard.sim.shadow import ShadowRunner
 from steelyard.sim.simulation import Simulation
@@ -50,6 +51,8 @@ class Rig:
     windows: tuple[int | tuple[int, int] | None, ...] = (None,)
     vocab_size: int = 1000
     num_host_blocks: int = 0
+    drafts: int = 0
+    draft_load: int = 64
     policy: ClassVar[str] = "fcfs"
 
     def caps(self) -> RunnerCaps:
@@ -65,6 +68,7 @@ class Rig:
             fingerprint="shadow",
             kv_layout=f"shadow/{self.block_size}",
             num_host_blocks=(self.num_host_blocks,) * len(self.windows) if self.num_host_blocks else (),
+            checks_drafts=self.drafts > 0,
         )
 
     def simulation(
@@ -79,9 +83,8 @@ class Rig:
         caps, clock = self.caps(), VirtualClock()
         books = Ledgers(caps.max_rows, clock())
         injected.setdefault("order", make_order(policy or self.policy, books, self.budget))
-        scheduler = Scheduler(
-            caps, CacheManager(caps, self.caching), SchedulerOptions(overlap=self.overlap), **injected
-        )
+        options = SchedulerOptions(overlap=self.overlap, speculation=Speculation(self.drafts, self.draft_load))
+        scheduler = Scheduler(caps, CacheManager(caps, self.caching), options, **injected)
         runner = ShadowRunner(caps, secret_of=tenant_of, fail=fail, clock=clock, step_ns=step_ns)
         return Simulation(scheduler, runner, clock, step_ns=step_ns, books=books)
 
@@ -137,6 +140,7 @@ def make_choices(name: str, prompt: list[int], max_tokens: int, n: int, **fields
 def solo_output(request: Request, rig: Rig) -> list[int]:
     """What the same request gives alone, on a fresh engine with room for all, caching and overlap off."""
     alone = replace(rig, num_blocks=512, max_num_seqs=1, budget=4096, overlap=False, caching=False, num_host_blocks=0)
+    alone = replace(alone, drafts=0)
     again = Request(
         request.id,
         request.tokens[: request.prompt_len],

@@ -78,6 +78,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
         help="plan a step while the one before it runs (default: on a GPU)",
     )
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="who goes first (default: fcfs; see docs/serving.md)")
+    add("--num-speculative-tokens", type=int, metavar="N", help="guess from the request's own text (default: 0, off)")
+    add("--speculative-load", type=int, metavar="TOKENS", help="guess only while a step has fewer (default: 4)")
     add("--deterministic", action="store_true", help="the same bits for a request in any company; slow, CPU only")
     add("--seed", type=int, metavar="N", help="of requests that bring none, and of dummy weights (default: 0)")
     add("--skip-tokenizer-init", action="store_true", help="token ids in, token ids out")

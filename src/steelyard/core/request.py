@@ -36,6 +36,7 @@ class Request(Timed):
     weight           of its tenant, under a fair order
     ttft_slo_ns, tpot_slo_ns  targets for the first token, from start_ns, and for each further one; None: none
     slo_rank         0; 1 once it is late, -1 when it was late and its turn has come
+    num_drafted, num_accepted  guesses that were checked, and those of them that were right (scheduler/speculation.py)
     first_token_ns   when its first token was committed
     pooling          POOL_LAST or POOL_MEAN: it ends with its prompt, and its answer is a vector; else NOTHING
     pooled           parts of that vector so far: (number of positions, their pooled values)
@@ -55,7 +56,9 @@ class Request(Timed):
         "index",
         "max_tokens",
         "namespace",
+        "num_accepted",
         "num_computed",
+        "num_drafted",
         "num_overshoot",
         "num_preemptions",
         "num_recomputed",
@@ -115,10 +118,10 @@ class Request(Timed):
         self.epoch = 0
         self.num_computed = 0
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
-        self.num_preemptions = 0
-        self.num_recomputed = 0  # positions computed again after a preemption
+        self.num_preemptions = self.num_recomputed = 0  # how often, and positions computed again after one
         self.recompute_until = 0  # positions below this were computed before the last preemption
         self.num_overshoot = 0  # tokens computed beyond the end and thrown away
+        self.num_drafted = self.num_accepted = 0
         self.order_key: tuple[float, ...] = ()
         self.ttft_slo_ns: int | None = None
         self.tpot_slo_ns: int | None = None

@@ -49,6 +49,9 @@ class RowEnter:
 class RowWork(NamedTuple):
     """Compute positions [start, start + num_new) of a row. A decode's input may exist on the device only.
 
+    The last num_drafts of them hold guesses: before the forward, the row's known tokens from `draft_from` on are copied
+    there. Each position from the last known one on is sampled; `RowOut` has what agrees with the guesses, and one more.
+
     A named tuple, like `RowOut`: one is made per row and step, at a third of a frozen dataclass's price.
     """
 
@@ -57,6 +60,7 @@ class RowWork(NamedTuple):
     num_new: int
     want: Want
     num_drafts: int = 0
+    draft_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Swap:
 class StepPlan:
     """One forward. Applied in the order: leave, enter, edits, swaps, copies, then work.
 
-    `masked` are the rows that wait for `Runner.sample` to bring a grammar mask.
+    `masked` are the rows that wait for `Runner.sample` to bring a grammar mask; num_drafts is the sum over `work`.
     """
 
     id: int
@@ -109,6 +113,7 @@ class StepPlan:
     swaps: tuple[Swap, ...] = ()
     work: tuple[RowWork, ...] = ()
     masked: tuple[int, ...] = ()
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -179,6 +184,7 @@ class RunnerCaps:
 
     num_host_blocks  the same of the host tier's slots; empty where there is none
     host_bandwidth   bytes/s one way between them and the device, measured at the start
+    checks_drafts    rows may bring guesses (RowWork.num_drafts)
     """
 
     block_size: int
@@ -191,6 +197,7 @@ class RunnerCaps:
     overlaps: bool
     fingerprint: str
     kv_layout: str
+    checks_drafts: bool = False
     num_host_blocks: tuple[int, ...] = ()
     host_bandwidth: float = 0.0
 

@@ -11,15 +11,24 @@ from steelyard.scheduler.batching.dynamic import WINDOW_NS, Dynamic
 from steelyard.scheduler.batching.static import Static
 from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.protocols import Batching
+from steelyard.scheduler.speculation import Speculation
 
 
 def scheduler_options(config: EngineConfig, caps: RunnerCaps) -> SchedulerOptions:
+    """Raises StartError where guesses are asked for and cannot be checked."""
+    if config.num_speculative_tokens and not (caps.checks_drafts and config.kv_cache == "on"):
+        raise StartError(
+            "--num-speculative-tokens: guesses are checked on a CPU, with a KV cache and without --async-scheduling; "
+            "change that or leave it out",
+            param="num_speculative_tokens",
+        )
     return SchedulerOptions(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         overlap=caps.overlaps,
         chunked_prefill=config.enable_chunked_prefill,
         kv_cache=config.kv_cache == "on",
+        speculation=Speculation(config.num_speculative_tokens, config.speculative_load),
     )
 
 

@@ -50,7 +50,7 @@ class Account:
         """By kind. Of a choice that kept a token:
 
         computed = prompt - cached - shared + generated - 1 + recomputed + overshoot + lost; the last token is nobody's
-        input.
+        input. Of `lost`, drafted - accepted are guesses that were wrong.
         """
         request = self.request
         return {
@@ -60,7 +60,9 @@ class Account:
             "shared": self.shared_tokens,
             "recomputed": request.num_recomputed,
             "overshoot": request.num_overshoot,
-            "lost": self.lost_tokens,
+            "lost": self.lost_tokens + request.num_drafted - request.num_accepted,
+            "drafted": request.num_drafted,
+            "accepted": request.num_accepted,
             "computed": self.computed_tokens,
         }
 

@@ -153,7 +153,7 @@ class StepBook:
     def _participants(self, plan: StepPlan) -> tuple[tuple[int, ...], Ints, Participants]:
         last, work = self._last, plan.work
         rows = tuple(map(_ROW, work))
-        if last is not None and last[0] == rows and not last[2].tail and not plan.enter:
+        if last is not None and last[0] == rows and not last[2].tail and not plan.enter and not plan.num_drafts:
             before = last[2]  # every row goes on with one token, as it did before
             return rows, last[1], before._replace(starts=before.starts + 1)
         num_rows = len(rows)
@@ -170,9 +170,9 @@ class StepBook:
         if not is_decode[:lead].all() or sum(map(_NEW, work[:lead])) != lead:
             lead = 0
         parts = []
-        for (row, start, num_new, want, _), decodes in zip(work[lead:], is_decode[lead:].tolist()):
+        for (row, start, num_new, want, num_drafts, _), decodes in zip(work[lead:], is_decode[lead:].tolist()):
             again = max(0, min(int(self._again[row]), start + num_new) - start)
-            parts.append(Part(start, num_new, decodes, again, int(id(want) in _SAMPLING)))
+            parts.append(Part(start, num_new, decodes, again, (1 + num_drafts) * (id(want) in _SAMPLING)))
         return tuple(parts)
 
     def _gaps(self, gap_ns: int, timing: StepTiming) -> dict[str, int]:

@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """A row's part of a step that is not one decoded token.
 
     num_again  of the positions, those computed once before
-    sampled    1 if a token is drawn
+    sampled    tokens drawn: none, one, or one more than there are guesses
     """
 
     start: int

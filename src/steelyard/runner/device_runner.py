@@ -204,7 +204,7 @@ class DeviceRunner:
     def _lay_out(self, step: Launched) -> tuple[Shape, Graph | None]:
         """Write the work into the slot; its exact shape, and the graph of the bucket that holds it."""
         work, host, count = step.plan.work, self._rows.host, len(step.plan.work)
-        rows, starts, news, wants, _ = zip(*work) if work else ((), (), (), (), ())
+        rows, starts, news, wants, *_ = zip(*work) if work else ((), (), (), ())
         if news.count(1) == count and wants.count(Want.TOKEN) == count and not self._special and not step.plan.masked:
             step.hosts = cast(list[HostRow], [host[row] for row in rows])
             step.plain = range(count)

@@ -22,21 +22,30 @@ class Results:
         self._hosts = hosts
         self.ids: dict[int, int] = {}
         self.failed: dict[int, str] = {}
-        self._logprobs: dict[int, TokenLogprobs] = {}
+        self._logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._later: dict[int, list[int]] = {}
+        self._drafts: dict[int, list[int]] = {}
         self._prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._pooled: dict[int, tuple[float, ...]] = {}
 
     def take(self, part: Sampled) -> None:
         """Sampled rows, their tensors on the host."""
         for job, token, finite in zip(part.jobs, part.ids.tolist(), part.finite.tolist()):
-            if finite:
+            if finite and job.row in self.ids:
+                self._later.setdefault(job.row, []).append(token)
+            elif finite:
                 self.ids[job.row] = token
             else:
                 self.failed[job.row] = NOT_FINITE
         if part.logprobs is not None:
             for at, (own, top_ids, values) in zip(part.logprob_jobs, part.logprobs.rows()):
                 job = part.jobs[at]
-                self._logprobs[job.row] = as_token_logprobs(own, top_ids, values, job.host.sampling.logprobs or 0)
+                found = as_token_logprobs(own, top_ids, values, job.host.sampling.logprobs or 0)
+                self._logprobs[job.row] = (*self._logprobs.get(job.row, ()), found)
+
+    def take_drafts(self, row: int, drafts: list[int]) -> None:
+        """The guesses that a row's sampled tokens are held against."""
+        self._drafts[row] = drafts
 
     def take_prompt(self, index: int, found: TopLogprobs) -> None:
         """Prompt log-probabilities of work item `index`."""
@@ -56,15 +65,21 @@ class Results:
 
     def result(self, step_id: int, timing: StepTiming) -> StepResult:
         """Every row that did not fail, in the order of the work."""
-        ids, logprobs = self.ids, self._logprobs
         rows = tuple(
-            RowOut(
-                work.row,
-                host.epoch,
-                (ids[work.row],) if work.row in ids else (),
-                (logprobs[work.row],) if work.row in logprobs else None,
-            )
+            self._out(work.row, host.epoch)
             for work, host in zip(self._work, self._hosts)
             if work.row not in self.failed
         )
         return StepResult(step_id, rows, timing, self._prompt, self._pooled, tuple(self.failed.items()))
+
+    def _out(self, row: int, epoch: int) -> RowOut:
+        """Sampled ids up to the first that is not what was guessed for its place, that one included."""
+        if row not in self.ids:
+            return RowOut(row, epoch, ())
+        ids: tuple[int, ...] = (self.ids[row],)
+        if row in self._drafts:
+            ids = (*ids, *self._later[row])
+            right = [token == guess for token, guess in zip(ids, self._drafts[row], strict=False)]
+            ids = ids[: 1 + (right.index(False) if False in right else len(right))]
+        logprobs = self._logprobs.get(row)
+        return RowOut(row, epoch, ids, None if logprobs is None else logprobs[: len(ids)])

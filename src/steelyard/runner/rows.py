@@ -11,6 +11,7 @@ A step's changes travel in its one upload and are scattered on the device, so th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import RowEnter, StepPlan
+from steelyard.core.step import RowEnter, RowWork, StepPlan
 from steelyard.kernels.step import NUM_WORDS, REPETITION, StateLayout
 from steelyard.runner.options import Limits
 from steelyard.runner.staging import Int32Array, Staging, floats
@@ -92,6 +93,26 @@ class Rows:
         for group, table in enumerate(self.tables):
             if f"edit{group}" in staging:
                 table.view(-1).index_copy_(0, staging[f"edit_at{group}"].long(), staging[f"edit{group}"])
+
+    def stage_drafts(self, work: Sequence[RowWork], staging: Staging) -> None:
+        """Note where guesses come from and go to, in the order of `work`."""
+        drafted = [w for w in work if w.num_drafts]
+        if drafted:
+            ends = [w.row * self.max_len + w.start + w.num_new for w in drafted]
+            starts = [w.row * self.max_len + w.draft_from for w in drafted]
+            to = [np.arange(end - w.num_drafts, end) for w, end in zip(drafted, ends, strict=True)]
+            source = [np.arange(start, start + w.num_drafts) for w, start in zip(drafted, starts, strict=True)]
+            staging.add("draft_to", np.concatenate(to).astype(np.int32))
+            staging.add("draft_from", np.concatenate(source).astype(np.int32))
+
+    def copy_drafts(self, staging: Staging) -> Tensor | None:
+        """Put guesses behind the known tokens of their rows; returns them, int32, None if there are none."""
+        if "draft_to" not in staging:
+            return None
+        flat = self.tokens.view(-1)
+        drafts = flat[staging["draft_from"].long()]
+        flat.index_copy_(0, staging["draft_to"].long(), drafts)
+        return drafts
 
     def append(self, rows: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids [S] at `positions` of `rows`: where the next step finds them."""

@@ -51,6 +51,7 @@ class Launched:
     sampled: list[Sampled] = field(default_factory=list)
     prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
     pooled: list[tuple[int, Tensor]] = field(default_factory=list)
+    drafts: Tensor | None = None
     waiting: tuple[list[Job], Tensor] | None = None
     done_ns: int = 0
 
@@ -95,8 +96,10 @@ class TorchRunner:
         plain, masked = self._jobs(step, frozenset(plan.masked))
         self._sampler.stage("plain", [job for _, job in plain], staging)
         staging.add("last_tokens", np.array([i for i, _ in plain + masked], np.int32))
+        self._rows.stage_drafts(plan.work, staging)
         staging.upload(self._device)
         self._rows.apply(staging)
+        step.drafts = self._rows.copy_drafts(staging)
         self._kv.swap(plan.swaps)
         self._clear_fresh(staging)
         self._kv.copy(staging)
@@ -130,6 +133,11 @@ class TorchRunner:
         read = Results(step.layout.work, step.hosts)
         for part in step.sampled:
             read.take(part)
+        if step.drafts is not None:
+            drafts = step.drafts.tolist()
+            for work in (w for w in step.plan.work if w.num_drafts):
+                read.take_drafts(work.row, drafts[: work.num_drafts])
+                del drafts[: work.num_drafts]
         for i, found in step.prompt:
             read.take_prompt(i, found)
         for i, vector in step.pooled:
@@ -160,11 +168,15 @@ class TorchRunner:
                 self._kv.clear(group, table[row, index].long())
 
     def _jobs(self, step: Launched, masked: frozenset[int]) -> tuple[list[tuple[int, Job]], list[tuple[int, Job]]]:
-        """(packed index of the last token, job) of every row to sample: those that can be now, and those that wait."""
+        """(packed index, job) of every token to sample: those that can be now, and those that wait for a mask.
+
+        A row's last token, and the one before each guess.
+        """
         found = [
-            (step.layout.last_token(i), Job(w.row, w.start + w.num_new, w.want, step.hosts[i]))
+            (step.layout.last_token(i) - back, Job(w.row, w.start + w.num_new - back, w.want, step.hosts[i]))
             for i, w in enumerate(step.layout.work)
             if Want.TOKEN in w.want
+            for back in range(w.num_drafts, -1, -1)
         ]
         return [f for f in found if f[1].row not in masked], [f for f in found if f[1].row in masked]
 

@@ -77,8 +77,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     scales = kv_scales(decoder, checkpoint, limits, limits.max_batched_tokens) if kv_dtype == FP8 else None
     with phases("KV pool"):
         num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
-        like = torch.empty(0, dtype=kv_dtype, device=device)
-        kv = KvPool(decoder.config, num_blocks, limits.block_size, like, scales)
+        kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=kv_dtype, device=device), scales)
         kv.add_host(options.swap_space_bytes)
     caps = RunnerCaps(
         block_size=limits.block_size,
@@ -89,6 +88,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         max_batched_tokens=limits.max_batched_tokens,
         vocab_size=shape.vocab_size,
         overlaps=limits.overlaps,
+        checks_drafts=not limits.overlaps,
         fingerprint=checkpoint.fingerprint,
         kv_layout=kv_layout(dtype, kv_dtype, limits.block_size, config),
         num_host_blocks=kv.num_host_blocks,

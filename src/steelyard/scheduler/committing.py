@@ -54,6 +54,9 @@ class Committer:
                 continue
             request, ids = resident.request, out.ids
             tokens = request.tokens
+            if work.num_drafts:
+                self._checked(resident, work, out, now_ns, events)
+                continue
             if len(tokens) == resident.known_len or len(ids) != 1:
                 self._prefilled(resident, work, out, result, now_ns, events)
                 continue
@@ -109,9 +112,31 @@ class Committer:
         if request.num_computed == request.prompt_len:
             events.append(self._live.end(request, FinishReason.STOP, now_ns))
 
+    def _checked(self, resident: Resident, work: RowWork, out: RowOut, now_ns: int, events: list[Event]) -> None:
+        """A decode brought guesses: what agreed with them, and one more. KV of wrong guesses is written over later."""
+        request, counters = resident.request, self._live.counters
+        assert resident.guesser is not None and 1 <= len(out.ids) <= 1 + work.num_drafts
+        num_accepted = len(out.ids) - 1
+        request.num_drafted += work.num_drafts
+        request.num_accepted += num_accepted
+        counters.draft_tokens += work.num_drafts
+        counters.accepted_tokens += num_accepted
+        resident.guesser.learn(work.num_drafts, num_accepted)
+        count = self._take(request, out, events)
+        request.num_overshoot += len(out.ids) - count
+        counters.overshoot_tokens += len(out.ids) - count
+        request.num_computed = work.start + count
+        if request.num_computed // self._block_size > work.start // self._block_size:
+            self._publish(request)
+        self._end_if_due(resident, now_ns, events)
+
     def _append(self, resident: Resident, out: RowOut, now_ns: int, events: list[Event]) -> None:
-        """Append ids up to and including the one that ends the request."""
-        request = resident.request
+        """Append ids, and end the request if one of them is due to."""
+        self._take(resident.request, out, events)
+        self._end_if_due(resident, now_ns, events)
+
+    def _take(self, request: Request, out: RowOut, events: list[Event]) -> int:
+        """Append ids up to and including the one that ends the request; returns how many."""
         count, reason = 0, None
         while reason is None and count < len(out.ids):
             request.tokens.append(out.ids[count])
@@ -120,7 +145,7 @@ class Committer:
         self._live.counters.generation_tokens += count
         logprobs = None if out.logprobs is None else out.logprobs[:count]
         events.append(Emitted(request, out.ids[:count], logprobs))
-        self._end_if_due(resident, now_ns, events)
+        return count
 
     def _publish(self, request: Request) -> None:
         live = self._live

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from steelyard.scheduler.speculation import OFF, Speculation
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
@@ -14,6 +16,7 @@ class SchedulerOptions:
     max_upcoming         how many waiting requests a pass looks at to share the budget
     short_share          a prompt of at most this share of the budget is short: it need not wait behind long ones
     max_passes           short prompts that may go before a long one that lacks a row or blocks
+    speculation          how many guesses a step may check
     chunked_prefill      False: a prompt is computed in one step or waits
     kv_cache             False: every step computes its sequences from their first token; no prompt is chunked then
     """
@@ -27,6 +30,7 @@ class SchedulerOptions:
     max_passes: int = 4
     chunked_prefill: bool = True
     kv_cache: bool = True
+    speculation: Speculation = OFF
 
     @property
     def whole_prompts(self) -> bool:
@@ -45,6 +49,7 @@ class Counters:
     swaps_out, swaps_in     of the preemptions, those that kept their KV on the host; those of them that came back
     host_hits_tokens        of prefix_hits_tokens, those copied back from the host
     overshoot_tokens        computed beyond a request's end and thrown away
+    draft_tokens            guesses that were checked, and of those accepted_tokens that were right
     """
 
     steps: int = 0
@@ -58,6 +63,8 @@ class Counters:
     swaps_in: int = 0
     host_hits_tokens: int = 0
     overshoot_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     prefill_chunks: int = 0
     forks: int = 0
     finished_stop: int = 0

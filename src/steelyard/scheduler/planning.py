@@ -17,6 +17,7 @@ from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.preempting import Preempter
 from steelyard.scheduler.protocols import Faults
 from steelyard.scheduler.rows import Resident
+from steelyard.scheduler.speculation import guess_for
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class Draft:
     capped: list[tuple[Resident, int]] = field(default_factory=list)
     missed: list[Resident] = field(default_factory=list)
     pressure: bool = False
+    num_drafts: int = 0
 
 
 class Planner:
@@ -50,12 +52,14 @@ class Planner:
         self._faults = faults
         self._keeps_kv = options.kv_cache
         self._whole_prompts = options.whole_prompts
+        self._speculation = options.speculation
         self.draining = False
 
     def decodes(self, draft: Draft) -> None:
         """One token for each decoding request whose last token is not in flight already."""
         work, budget = draft.work, draft.budget
         decode = State.DECODE
+        most_drafts = self._most_drafts()
         for resident in list(self._live.rows.decodes):
             if draft.pressure and resident.request.row != resident.row:
                 continue  # preempted in this pass
@@ -73,10 +77,22 @@ class Planner:
                 continue
             if resident.request.state is not decode:
                 draft.states.append((resident, decode))
-            resident.flight = row_work = RowWork(resident.row, first, num_new, resident.want)
+            num_drafts = source = 0
+            if most_drafts and flight is None:
+                num_drafts, source = guess_for(resident, min(most_drafts, budget - num_new))
+                num_new += num_drafts
+                draft.num_drafts += num_drafts
+            resident.flight = row_work = RowWork(resident.row, first, num_new, resident.want, num_drafts, source)
             work.append(row_work)
             budget -= num_new
         draft.budget = budget
+
+    def _most_drafts(self) -> int:
+        """Guesses for each decode of a step: what its rows leave of the tokens that cost no time."""
+        speculation, num_rows = self._speculation, len(self._live.rows.decodes)
+        if not speculation.most or not num_rows:
+            return 0
+        return min(speculation.most, (speculation.load - num_rows) // num_rows)
 
     def prefills(self, draft: Draft, shortest_waiting: float) -> None:
         """A chunk for each request whose known tokens are not all computed."""
@@ -180,6 +196,7 @@ class Planner:
             swaps=live.cache.host.take_swaps(),
             work=tuple(draft.work),
             masked=self._masked(draft) if live.num_with_grammar else (),
+            num_drafts=draft.num_drafts,
         )
         live.edits = []
         live.rows.leave.clear()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from steelyard.core.request import Request
 from steelyard.core.step import RowWork, Want
+
+if TYPE_CHECKING:
+    from steelyard.scheduler.speculation import Guesser
 
 _by_key = attrgetter("order_key")
 
@@ -20,6 +24,7 @@ class Resident:
     known_len   tokens known when it entered: while there are no more, its prefill has not ended
     end_len     length at which it ends; the token at end_len - 1 is never an input
     swapped_at  where its first work begins if it was swapped; else -1
+    guesser     how its guesses fare (speculation.py), once it has had occasion
     gap_ns      the gap meter's reading when its current state began
     is_prefill  known tokens are still to be computed beyond the work in flight
     ended       the client has its end; it waits for its last step in flight
@@ -31,6 +36,7 @@ class Resident:
         "epoch",
         "flight",
         "gap_ns",
+        "guesser",
         "is_prefill",
         "known_len",
         "order_key",
@@ -56,6 +62,7 @@ class Resident:
         self.is_prefill = True
         self.paused = False
         self.ended = False
+        self.guesser: Guesser | None = None
         self.want = request.pooling or Want.TOKEN
         if request.sampling.logprobs is not None and not request.pooling:
             self.want |= Want.TOP_LOGPROBS

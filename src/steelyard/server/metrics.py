@@ -27,6 +27,8 @@ ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
     "prompt_tokens": ("vllm:prompt_tokens_total", "Prompt tokens of admitted requests."),
     "generation_tokens": ("vllm:generation_tokens_total", "Tokens sampled and kept."),
     "recomputed_tokens": ("steelyard:recomputed_tokens_total", "Positions computed again after a preemption."),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total", "Guesses checked by --num-speculative-tokens."),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens_total", "Guesses that were right."),
     "overshoot_tokens": ("steelyard:overshoot_tokens_total", "Tokens computed beyond a request's end."),
     "prefill_chunks": ("steelyard:prefill_chunks_total", "Pieces in which prompts were computed."),
     "swaps_out": ("steelyard:swaps_out_total", "Preemptions that kept their KV on the host."),

@@ -103,6 +103,8 @@ class ShadowRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the step now; the result is the handle, and is only to be read through `collect`."""
         self._apply(plan)
+        for work in plan.work:
+            self._copy_drafts(work)
         self._expect(plan.num_tokens <= self._caps.max_batched_tokens, f"{plan.num_tokens} tokens in a step")
         self._check_writes(plan)
         for work in plan.work:
@@ -242,10 +244,32 @@ class ShadowRunner:
         if Want.TOKEN not in work.want:
             return RowOut(work.row, row.epoch, ())
         self._expect(end == len(row.tokens), f"row {work.row}: samples in the middle of its tokens")
-        token = _mix(row.history[end - 1][2], row.seed) % self._caps.vocab_size
-        row.tokens.append(token)
-        logprobs = (self._logprobs(token, row.num_top),) if Want.TOP_LOGPROBS in work.want else None
-        return RowOut(work.row, row.epoch, (token,), logprobs)
+        ids = self._sample(row, work.num_drafts)
+        row.computed_len = end - work.num_drafts + len(ids) - 1
+        row.tokens[row.computed_len - len(ids) + 1 :] = ids
+        del row.history[row.computed_len :]
+        logprobs = tuple(self._logprobs(token, row.num_top) for token in ids)
+        return RowOut(work.row, row.epoch, ids, logprobs if Want.TOP_LOGPROBS in work.want else None)
+
+    def _copy_drafts(self, work: RowWork) -> None:
+        """Guesses stand behind the known tokens while the step is computed."""
+        if not work.num_drafts:
+            return
+        tokens = self._rows[work.row].tokens
+        end = work.draft_from + work.num_drafts
+        self._expect(self._caps.checks_drafts, "this runner checks no drafts")
+        self._expect(len(tokens) == work.start + 1 == work.start + work.num_new - work.num_drafts, "not a decode")
+        self._expect(end <= len(tokens), f"row {work.row}: guesses from where nothing is")
+        tokens += tokens[work.draft_from : end]
+
+    def _sample(self, row: _Row, num_drafts: int) -> tuple[int, ...]:
+        """The next token, and while it is the one that was guessed, the one after it."""
+        ids: list[int] = []
+        for at in range(len(row.tokens) - num_drafts, len(row.tokens) + 1):
+            ids.append(_mix(row.history[at - 1][2], row.seed) % self._caps.vocab_size)
+            if at < len(row.tokens) and row.tokens[at] != ids[-1]:
+                break
+        return tuple(ids)
 
     def _attend(self, work: RowWork, row: _Row, begin: int, end: int) -> None:
         """Read what the work's queries can see of positions [begin, end).

@@ -135,6 +135,7 @@ class Delta(_Message, frozen=True):
 class Usage(_Message, frozen=True):
     """Tokens of one choice. computed: positions computed in all, of which overshoot and lost were thrown away.
 
+    drafted_tokens are guesses that were checked, accepted_tokens those of them that were right; the others are lost.
     shared_tokens come from a sibling choice, cached_tokens from the prefix cache; a request that was stopped before
     its prompt was computed has computed fewer than its prompt.
     """
@@ -148,6 +149,8 @@ class Usage(_Message, frozen=True):
     shared_tokens: int = 0
     computed_tokens: int = 0
     lost_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Deltas(_Message, frozen=True):
