@@ -77,7 +77,8 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     scales = kv_scales(decoder, checkpoint, limits, limits.max_batched_tokens) if kv_dtype == FP8 else None
     with phases("KV pool"):
         num_blocks = size_pool(shape, options, limits, budget, kv_dtype.itemsize)
-        kv = KvPool(decoder.config, num_blocks, limits.block_size, torch.empty(0, dtype=kv_dtype, device=device), scales)
+        empty = torch.empty(0, dtype=kv_dtype, device=device)
+        kv = KvPool(config, num_blocks, limits.block_size, empty, scales)
         kv.add_host(options.swap_space_bytes)
     caps = RunnerCaps(
         block_size=limits.block_size,
