@@ -63,6 +63,10 @@ KNOBS: dict[str, Knob] = {
             "kv_cache_dtype", follows=("kv_layout", *_POOL),
         ),
         Knob(
+            "kv-window", (), ("--kv-window", "256"), "memory traffic", "kv_window",
+            follows=("kv_sinks", "kv_layout", *_POOL),
+        ),
+        Knob(
             "block-size", ("--block-size", "16"), ("--block-size", "64"), "fragmentation", "block_size",
             follows=_POOL,
         ),
