@@ -66,13 +66,12 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
             dummy_weights(decoder, options.seed)
         else:
             load_weights(decoder, checkpoint, lambda: phases("pack"))
+    peak_bytes = activation_peak_bytes(shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4))
     budget = MemoryBudget(
         total_bytes=total_bytes,
         share=options.gpu_memory_utilization or DEFAULT_SHARE[device.type],
         weights_bytes=decoder.weights_bytes,
-        activation_bytes=activation_peak_bytes(
-            shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4)
-        ),
+        activation_bytes=peak_bytes,
     )
     scales = kv_scales(decoder, checkpoint, limits, limits.max_batched_tokens) if kv_dtype == FP8 else None
     with phases("KV pool"):
