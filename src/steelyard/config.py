@@ -144,6 +144,7 @@ class ServerConfig:
     ttft_slo_ms, tpot_slo_ms  targets of requests that bring none and whose tenants have none, for slo scheduling
     tenants, api_key_file  who may ask; without either, anybody may do everything
     public_metrics         /metrics needs no key
+    public_prefix          files of texts whose cached KV all tenants share
     api_server_count       HTTP processes that share the address and the engine
     """
 
@@ -178,6 +179,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
     api_server_count: int = 1
+    public_prefix: tuple[str, ...] = ()
     log_format: str = "text"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -20,6 +20,7 @@ from steelyard.core.step import StepPlan
 from steelyard.engine.engine import Engine, EngineOptions
 from steelyard.scheduler.options import SchedulerOptions
 from steelyard.scheduler.scheduler import Scheduler
+from steelyard.server.public import PublicPrefixes
 from steelyard.server.tenants import Tenant, Tenants
 from steelyard.sim.scripted import Script, ScriptedRunner
 from steelyard.wire.messages import Accepted, Deltas, Submit
@@ -41,6 +42,7 @@ class Bench:
         scheduler = Scheduler(CAPS, cache, SchedulerOptions())
         self.engine = Engine(runner, cache, scheduler, options, clock_ns=lambda: self.now_ns)
         self.tenants = Tenants([Tenant(name, (name.encode() * 32,)) for name in "abc"], b"k" * 32)
+        self.public: PublicPrefixes | None = None
         self._ids = map(str, itertools.count())
 
     def _take_time(self, plan: StepPlan) -> None:
@@ -49,7 +51,10 @@ class Bench:
 
     def submit(self, tenant: str, prompt: list[int], max_tokens: int = 1) -> str:
         namespace = self.tenants.namespace(self.tenants.all[tenant])
-        hashes = chain(root_hash(CAPS.fingerprint, CAPS.kv_layout, namespace), prompt, CAPS.block_size)
+        if self.public is not None:
+            hashes = self.public.keys(prompt, namespace)
+        else:
+            hashes = chain(root_hash(CAPS.fingerprint, CAPS.kv_layout, namespace), prompt, CAPS.block_size)
         id = next(self._ids)
         answer = self.engine.submit(
             Submit(id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), namespace, tenant, 0, hashes)

@@ -29,7 +29,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def server_config(args: argparse.Namespace) -> ServerConfig:
     """The flags as a ServerConfig. Raises StartError for a value out of range."""
     given = {f.name: getattr(args, f.name) for f in fields(ServerConfig) if hasattr(args, f.name)}
-    for name in ("api_key", "allowed_origins"):
+    for name in ("api_key", "allowed_origins", "public_prefix"):
         if name in given:
             given[name] = tuple(given[name])
     return ServerConfig(**given)
@@ -148,6 +148,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("access", argument_default=argparse.SUPPRESS).add_argument
     add("--tenants", metavar="FILE", help="TOML with tenants, their keys and limits; see `steelyard keys`")
     add("--api-key", nargs="+", metavar="KEY", help="of an operator; a file is safer: other users can read arguments")
+    add("--public-prefix", nargs="+", metavar="FILE", help="texts at the start of prompts, cached for all tenants")
     add("--api-key-file", metavar="FILE", help="the same, one key a line")
     add(
         "--public-metrics",

@@ -25,6 +25,7 @@ from steelyard.server.errors import MethodNotAllowed
 from steelyard.server.exchange import Endpoint
 from steelyard.server.metrics import Metrics
 from steelyard.server.prompts import Prompts
+from steelyard.server.public import load_public
 from steelyard.server.responses import error_response
 from steelyard.server.routes.chat import chat_completions
 from steelyard.server.routes.completions import completions
@@ -64,6 +65,7 @@ def make_service(
     if tokenizer is not None:
         client.vocabulary = lambda: Vocabulary(tokenizer.to_json(), sorted(eos_token_ids))
     assert info is not None, "the engine is not ready"
+    client.public = load_public(config.public_prefix, tokenizer, info)
     prompts = Prompts(client, tokenizer, template, info.vocab_size, info.max_model_len)
     return Service(
         config=config,

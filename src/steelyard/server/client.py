@@ -18,10 +18,14 @@ from typing import Any
 
 from steelyard.core.hashing import chain, root_hash
 from steelyard.core.sampling import SamplingParams
-from steelyard.errors import EngineDead, Overloaded, SteelyardError
+from steelyard.errors import EngineDead, SteelyardError
 from steelyard.server.collector import Collector
+from steelyard.server.errors import refusal
 from steelyard.server.metrics import Metrics
+from steelyard.server.public import PublicPrefixes
+from steelyard.server.tenants import NAMESPACE_BYTES
 from steelyard.server.terms import Prompt, Terms, submit_of
+from steelyard.server.vitals import Vitals
 from steelyard.wire.messages import (
     Accepted,
     Answer,
@@ -69,9 +73,7 @@ class EngineClient:
     ) -> None:
         self._send = send
         self._clock_ns = clock_ns
-        self._stall_limit_ns = int(stall_limit_s * NS)
-        self._step_limit_ns = int(step_limit_s * NS)
-        self._step_ns = 0
+        self._vitals = Vitals(clock_ns, stall_limit_s, step_limit_s)
         self._metrics = metrics
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count(1)
@@ -79,11 +81,10 @@ class EngineClient:
         self._waiting: dict[str, asyncio.Future[Accepted]] = {}
         self._asked: dict[str, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[Ready] | None = None
-        self._heard_ns = clock_ns()
         self._knows_vocabulary = False
         self.vocabulary: Callable[[], Vocabulary] | None = None
+        self.public: PublicPrefixes | None = None
         self.info: Ready | None = None
-        self.status: Status | None = None
         self.death: str | None = None
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -127,17 +128,12 @@ class EngineClient:
         return "the engine is starting" if self.info is None else self.stuck()
 
     def stuck(self) -> str | None:
-        """Why a living engine makes no token, or None. A step may take longer than silence or standing still may."""
-        silent_ns = self._clock_ns() - self._heard_ns
-        if silent_ns > self._stall_limit_ns:
-            return f"the engine has said nothing for {silent_ns / NS:.1f} s"
-        if self._step_ns > self._step_limit_ns:
-            return f"one step has run for {self._step_ns / NS:.1f} s"
-        status = self.status
-        if status is not None and status.stalled_ns > self._stall_limit_ns:
-            reason = f"no step made progress for {status.stalled_ns / NS:.1f} s"
-            return f"{reason}: {status.detail}" if status.detail else reason
-        return None
+        """Why a living engine makes no token, or None."""
+        return self._vitals.stuck()
+
+    @property
+    def status(self) -> Status | None:
+        return self._vitals.status
 
     def watch(self) -> None:
         """Called several times a second: requests that a stuck engine holds get an error, and are stopped in it."""
@@ -151,11 +147,16 @@ class EngineClient:
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def block_hashes(self, ids: Sequence[int], namespace: bytes = b"") -> list[bytes]:
-        """Keys of the full blocks of a prompt in a namespace; safe in a thread."""
+        """Keys of the full blocks of a prompt in a namespace; safe in a thread.
+
+        Only a tenant's own namespace shares what is public: a salt keeps a prompt apart from everybody.
+        """
         info = self.info
         assert info is not None, "hashes asked for before the engine is ready"
         if not info.enable_prefix_caching:
             return []
+        if self.public is not None and len(namespace) == NAMESPACE_BYTES:
+            return self.public.keys(ids, namespace)
         return chain(root_hash(info.fingerprint, info.kv_layout, namespace), ids, info.block_size)
 
     async def submit(
@@ -250,7 +251,7 @@ class EngineClient:
 
     def on_messages(self, messages: Sequence[FromEngine]) -> None:
         """Take a batch from the channel, in order."""
-        now_ns = self._heard_ns = self._clock_ns()
+        now_ns = self._vitals.heard_ns = self._clock_ns()
         for message in messages:
             match message:
                 case Deltas():
@@ -258,10 +259,9 @@ class EngineClient:
                 case Finished():
                     self._on_finished(message, now_ns)
                 case Status():
-                    self.status = message
-                    self._step_ns = 0
+                    self._vitals.reported(message)
                 case Pulse():
-                    self._step_ns = message.step_ns
+                    self._vitals.step_ns = message.step_ns
                 case Accepted():
                     self._resolve(self._waiting.pop(message.id, None), message)
                 case Refused():
@@ -310,7 +310,7 @@ class EngineClient:
             open_.collector.let_go(open_.num_unfinished)
         future = self._waiting.pop(refused.id, None)
         if future is not None and not future.done():
-            future.set_exception(_refusal(refused))
+            future.set_exception(refusal(refused))
 
     def _on_ready(self, ready: Ready) -> None:
         self.info = ready
@@ -323,14 +323,3 @@ class EngineClient:
     def _check_alive(self) -> None:
         if self.death is not None:
             raise EngineDead(self.death)
-
-
-def _refusal(refused: Refused) -> SteelyardError:
-    """The engine's refusal as the error a client gets."""
-    error: SteelyardError
-    if refused.retry_after_s is not None:
-        error = Overloaded(refused.message, retry_after_s=refused.retry_after_s, param=refused.param, code=refused.code)
-    else:
-        error = SteelyardError(refused.message, param=refused.param, code=refused.code)
-    error.status = refused.status
-    return error

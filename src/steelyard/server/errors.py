@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from steelyard.errors import InvalidRequest, NotFound, Overloaded, SteelyardError
+from steelyard.wire.messages import Refused
 
 
 class BodyTooLarge(InvalidRequest):
@@ -102,3 +103,14 @@ def error_headers(error: SteelyardError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, Overloaded):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     return []
+
+
+def refusal(refused: Refused) -> SteelyardError:
+    """The engine's refusal as the error a client gets."""
+    error: SteelyardError
+    if refused.retry_after_s is not None:
+        error = Overloaded(refused.message, retry_after_s=refused.retry_after_s, param=refused.param, code=refused.code)
+    else:
+        error = SteelyardError(refused.message, param=refused.param, code=refused.code)
+    error.status = refused.status
+    return error

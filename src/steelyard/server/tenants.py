@@ -22,7 +22,7 @@ from steelyard.server.errors import Forbidden, Unauthorized
 
 KEY_PREFIX = "sk-steelyard-"
 _HASH = "sha256:"
-_NAMESPACE_BYTES = 16
+NAMESPACE_BYTES = 16
 _LIMITS = ("max_concurrent_requests", "max_in_flight_tokens", "max_tokens_per_minute")
 
 
@@ -95,7 +95,7 @@ class Tenants:
         return [self.namespace(self.all[name]) for name in sorted(gone)]
 
     def _mac(self, kind: bytes, text: str) -> bytes:
-        return hmac.digest(self.server_key, kind + b"\0" + text.encode(), "sha256")[:_NAMESPACE_BYTES]
+        return hmac.digest(self.server_key, kind + b"\0" + text.encode(), "sha256")[:NAMESPACE_BYTES]
 
 
 def check_operator(tenant: Tenant) -> None:
