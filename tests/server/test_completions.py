@@ -31,6 +31,21 @@ def test_whole_answer_has_openai_shape_and_usage(served: Served) -> None:
     assert usage.prompt_tokens_details.cached_tokens == BLOCK_SIZE
 
 
+def test_usage_says_how_many_tokens_of_a_longer_context_were_seen(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.say("one two")
+    assert served.service.client.info is not None
+    assert "context_bounded_to" not in served.complete().json()["usage"]
+    for name, value in (("kv_window", 6), ("kv_sinks", 1)):
+        monkeypatch.setitem(served.service.client.info.config, name, value)
+    bounded = served.complete().json()["usage"]
+    assert bounded["context_bounded_to"] == 7 < bounded["total_tokens"]
+    assert chunks(served, max_tokens=60, stream_options={"include_usage": True})[-1]["usage"]["context_bounded_to"] == 7
+    monkeypatch.setitem(served.service.client.info.config, "kv_window", bounded["total_tokens"] - 1)
+    assert "context_bounded_to" not in served.complete().json()["usage"], "all of it was seen"
+
+
 def test_stream_equals_whole_and_ends_each_choice_once(served: Served) -> None:
     served.say("one\n\ntwo \U0001f642 three")
     whole = served.complete(max_tokens=60, n=2).json()
