@@ -135,3 +135,13 @@ def _request(tenant: str) -> Request:
     request = make_request("r", [1] * 20, 4)
     request.tenant = tenant
     return request
+
+
+def test_one_tenants_flood_of_prompts_leaves_the_cached_prefix_of_another() -> None:
+    simulation = Rig(num_blocks=40, max_num_seqs=2).simulation()
+    prefix = list(range(128))
+    for i, (tenant, ids) in enumerate([(1, prefix), *((2, [600 + i] * 100) for i in range(12)), (1, prefix)]):
+        last = make_request(str(i), [*ids, 1], 2, tenant=tenant)
+        simulation.add(last)
+        simulation.run()
+    assert last.cached_tokens == 128

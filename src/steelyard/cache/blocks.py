@@ -2,6 +2,7 @@
 
     taken first                                    taken last
     [ clean ... clean ][ cached: least recent ... most recent ]        active: references > 0, not in line
+                         (of several tenants: of who is over its share; see `eviction`)
 
 A free block whose contents are published stays findable until it is taken. All operations are O(1) a block.
 Knows no request and no token.
@@ -9,9 +10,9 @@ Knows no request and no token.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from steelyard.cache.eviction import CachedBlocks
 from steelyard.cache.prefix import PrefixIndex
 
 NULL_BLOCK = 0
@@ -29,7 +30,7 @@ class BlockPool:
         """Told of a cached block that is about to be taken: its id, key and namespace."""
         self._refs = [0] * (num_blocks + 1)
         self._clean = list(range(num_blocks, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = CachedBlocks()
         self.num_fragmented = 0  # requests refused although enough blocks were free
         self.most_active = 0
         self.num_found_again = 0  # cached blocks that a request found
@@ -73,7 +74,7 @@ class BlockPool:
             if self._clean:
                 block_id = self._clean.pop()
             else:
-                block_id, _ = self._cached.popitem(last=False)
+                block_id = self._cached.pop()
                 if self.on_evict is not None:
                     self.on_evict(block_id, *self.index.entry_of(block_id))
                 self.index.remove(block_id)
@@ -86,14 +87,14 @@ class BlockPool:
     def touch(self, block_id: int) -> None:
         """One more reference to an active or cached block."""
         if self._refs[block_id] == 0:
-            del self._cached[block_id]
+            self._cached.remove(block_id)
             self.num_found_again += 1
         self._refs[block_id] += 1
 
     def refresh(self, block_id: int) -> None:
         """Make a cached block the last to be evicted; nothing happens to one in use."""
         if block_id in self._cached:
-            self._cached.move_to_end(block_id)
+            self._cached.refresh(block_id)
 
     def free(self, block_ids: Iterable[int]) -> int:
         """Give one reference of each block back, in this order; returns how many became free. Skips null blocks."""
@@ -107,16 +108,17 @@ class BlockPool:
             if refs == 0:
                 num_freed += 1
                 if block_id in self.index:
-                    self._cached[block_id] = None
+                    self._cached.add(block_id, self.index.entry_of(block_id)[1])
                 else:
                     self._clean.append(block_id)
         return num_freed
 
-    def publish(self, block_id: int, key: bytes, namespace: bytes) -> None:
-        """Make an active block findable. A second block with the same contents stays private."""
+    def publish(self, block_id: int, key: bytes, namespace: bytes, weight: float = 1.0) -> None:
+        """Make an active block of a tenant of `weight` findable. A second with the same contents stays private."""
         assert self._refs[block_id] > 0, f"free block {block_id} published"
         if block_id not in self.index:
             self.index.put(key, block_id, namespace)
+            self._cached.weigh(namespace, weight)
 
     def forget(self, namespace: bytes | None) -> int:
         """Unpublish a namespace's blocks (None: all); returns how many. Free ones become clean."""
@@ -124,7 +126,7 @@ class BlockPool:
         for block_id in block_ids:
             self.index.remove(block_id)
             if self._refs[block_id] == 0:
-                del self._cached[block_id]
+                self._cached.remove(block_id)
                 self._clean.append(block_id)
         return len(block_ids)
 
@@ -133,7 +135,7 @@ class BlockPool:
         self.index.check()
         clean = set(self._clean)
         assert len(clean) == len(self._clean), "a block is clean twice"
-        assert not clean & self._cached.keys(), "a block is clean and cached"
+        assert not clean & set(self._cached), "a block is clean and cached"
         assert NULL_BLOCK not in clean and NULL_BLOCK not in self._cached
         assert self._refs[NULL_BLOCK] == 0
         for block_id in range(1, self.num_blocks + 1):

@@ -194,7 +194,7 @@ class CacheManager:
         for i in range(sequence.num_published, num_full):
             for pool, table in zip(self._pools, sequence.tables):
                 if table[i] != NULL_BLOCK:
-                    pool.publish(table[i], hashes[i], request.namespace)
+                    pool.publish(table[i], hashes[i], request.namespace, request.weight)
         sequence.num_published = num_full
 
     def slide(self, request: Request, committed_len: int) -> list[TableEdit]:
