@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from heapq import heappush
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steelyard.config import EngineConfig
+from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import KvGroup, RunnerCaps
+from steelyard.core.timed import State
 from steelyard.engine.build import build_engine
 from steelyard.engine.costs import EngineCost
 from steelyard.engine.engine import Engine
@@ -17,6 +20,7 @@ from steelyard.errors import StartError
 from steelyard.ledger.book import StepBook
 from steelyard.wire.messages import Accepted, Ask, Deltas, Submit
 from tests import tiny_model
+from tests.engine.engine_harness import Harness
 
 
 def caps(**changes: Any) -> RunnerCaps:
@@ -81,3 +85,28 @@ def test_an_engine_with_swap_space_swaps_and_shows_it(tmp_path: Path, monkeypatc
     states = engine.ask(Ask("q", "little")).value["states"]
     assert states["swapped"]["requests_ns"] > 0 and states["swap_in"]["requests_ns"] > 0
     assert not any(state["difference_ns"] for state in states.values())
+
+
+@pytest.mark.parametrize("reason", ["disconnect", "abort", "stop_string", "deadline"])
+def test_a_swapped_request_that_ends_frees_both_tiers(reason: str) -> None:
+    harness = Harness(overlap=True, num_blocks=(14,), num_host_blocks=(64,))
+    for i in range(4):
+        harness.submit(f"r{i}", [i + 1] * (9 + 3 * i), max_tokens=24)
+    swapped: Request | None = None
+    while swapped is None:
+        harness.step()
+        away = (r for r in harness.engine.live_requests() if r.state in (State.SWAP_OUT, State.SWAPPED))
+        swapped = next(away, None)
+    before = harness.cache.host.usage().swapped
+    if reason == "deadline":
+        heappush(harness.engine._deadlines, (harness.clock.now_ns, *swapped.key, False))
+        harness.step()
+    else:
+        harness.stop(swapped.id, swapped.index, reason, keep=1 if reason == "stop_string" else -1)
+    assert swapped.state is State.ENDED and swapped.key in harness.ends
+    assert before > 0 and not harness.cache.swapped_tokens(swapped)
+    harness.run()
+    harness.assert_clean()
+    assert harness.cache.host.usage().swapped == 0
+    ledger = harness.ends[swapped.key].ledger
+    assert ledger["swap_out"] > 0 and sum(ledger.values()) == swapped.total_ns
