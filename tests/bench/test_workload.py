@@ -132,3 +132,12 @@ def test_shortened_groups_keep_their_proportions_and_say_so() -> None:
     }
     with pytest.raises(InvalidRequest, match="--group-divisor"):
         group_lengths(["all"], 0)
+
+
+def test_text_prompts_differ_in_their_first_block_even_from_the_warm_up() -> None:
+    """Sixteen characters, each a token of its own as digits often are, are a whole block of a prefix cache."""
+    requests = PromptMaker(1, "n", Vocabulary()).unique(Lengths(60, 4), 40, "g")
+    texts = [
+        r.text or "" for nonce in ("n" * 16, "n" * 16 + " warm-up", "m" * 16) for r in as_text(requests, len, 1, nonce)
+    ]
+    assert len({text[:12] for text in texts}) == len(texts) == 120

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,9 +34,14 @@ def as_text(
     found = []
     for request in requests:
         draw = random.Random(f"text {seed} {nonce} {request.id}")
-        text = text_of_length(len(request.prompt_ids), num_tokens, draw, f"{nonce} {request.id}: ")
+        text = text_of_length(len(request.prompt_ids), num_tokens, draw, f"{_mark(nonce, request.id)}: ")
         found.append(replace(request, text=text))
     return found
+
+
+def _mark(nonce: str, request_id: int) -> str:
+    """What a prompt begins with. The nonce itself would be the same first block of every prompt of the run."""
+    return hashlib.sha256(f"{nonce} {request_id}".encode()).hexdigest()[:12]
 
 
 def text_of_length(length: int, num_tokens: Callable[[str], int], draw: random.Random, head: str = "") -> str:
