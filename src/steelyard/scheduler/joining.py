@@ -246,14 +246,14 @@ class Joiner:
 
     def _is_coming(self, request: Request, hit_tokens: int) -> bool:
         """Whether a step that is planned or in flight fills the next block `request` could share: it waits for that."""
-        cache, rows = self._live.cache, self._live.rows
+        cache = self._live.cache
         index, end = hit_tokens // cache.block_size, hit_tokens + cache.block_size
         if not cache.enable_prefix_caching or request.wants_every_position or end >= len(request.tokens):
             return False
         key = request.block_hashes[index]
         return any(
             r.request.num_computed < end <= r.next_start and r.request.block_hashes[index : index + 1] == [key]
-            for r in (*rows.prefills, *rows.decodes)
+            for r in (*self._live.rows.prefills, *(r for flight in self._live.in_flight for r in flight.filled))
         )
 
     def _fork(self, parent: Request, request: Request, spare: int, draft: Draft) -> int:

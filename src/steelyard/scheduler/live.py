@@ -27,12 +27,14 @@ class Flight:
 
     states   what rows turn to when the step before it commits
     swapped  requests whose KV it moves to the host
+    filled   residents whose prefill it ends
     """
 
     plan: StepPlan
     works: dict[int, RowWork]
     states: list[tuple[Resident, State]] = field(default_factory=list)
     swapped: list[Request] = field(default_factory=list)
+    filled: list[Resident] = field(default_factory=list)
 
 
 class Live:

@@ -201,7 +201,9 @@ class Planner:
         live.edits = []
         live.rows.leave.clear()
         swapped, live.swapping = live.swapping, []
-        return Flight(plan, {work.row: work for work in plan.work}, draft.states, swapped)
+        return Flight(
+            plan, {work.row: work for work in plan.work}, draft.states, swapped, filled=draft.finished_prefills
+        )
 
     def _masked(self, draft: Draft) -> tuple[int, ...]:
         """Rows that sample and are held to a grammar."""
