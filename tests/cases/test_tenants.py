@@ -69,7 +69,7 @@ def test_k13_the_first_tokens_time_tells_nothing_across_tenants_on_a_real_clock(
         known: list[float] = []
         fresh: list[float] = []
         for _ in range(NUM_PAIRS):
-            secret, other = prompts(512), prompts(512)
+            secret, other = prompts(1536), prompts(1536)
             first_token_s("a", secret)
             probes = [(known, secret), (fresh, other)]
             rng.shuffle(probes)

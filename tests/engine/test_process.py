@@ -157,7 +157,7 @@ class Serving:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, address: str, **harness: Any) -> None:
         self.harness = Harness(**harness)
         self.harness.engine.clock_ns = time.monotonic_ns
-        monkeypatch.setattr(process_module, "build_engine", lambda config: self.harness.engine)
+        monkeypatch.setattr(process_module, "build_engine", lambda config, **given: self.harness.engine)
         monkeypatch.setattr(process_module.gc, "freeze", lambda: None)
         monkeypatch.setattr(process_module.signal, "signal", lambda *given: None)
         self.channel = EngineSide(address)

@@ -8,6 +8,7 @@ As a process of its own it shares address and engine with its siblings, and ends
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -107,6 +108,8 @@ class Front:
         if place is not None:
             self._joined = await join(place.hub, place.index, service, self._told)
             running = asyncio.ensure_future(self._joined.run())
+        gc.collect()
+        gc.freeze()  # the tokenizer's tables live as long as the process: collections need not look at them again
         try:
             await self.server.serve(sockets=[sock])
         except OSError as error:
