@@ -120,14 +120,37 @@ def _stat_row(title: str, stats: Json) -> str:
     return f"| {title} | {stats['n']:,} | {cells} |"
 
 
+SERVER_GAUGES = {
+    "running": "running",
+    "waiting": "waiting",
+    "kv_usage": "share of KV blocks in use",
+    "kv_slack_tokens": "slots reserved or unfilled",
+    "kv_blocks_peak": "most KV blocks in use since its start",
+    "kv_largest_run": "blocks one request could take",
+}
+SERVER_COUNTS = {
+    "token_ratio": "client's tokens over the server's",
+    "prefix_hit_rate": "prefix hit rate",
+    "preemptions": "preemptions",
+    "recomputed_tokens": "positions computed again",
+    "overshoot_tokens": "tokens computed beyond ends",
+    "steps": "steps",
+    "device_s": "device time of steps, s",
+    "step_tokens": "positions computed for requests",
+    "padded_tokens": "positions of padding",
+    "held_slots": "slots held empty",
+    "kv_fragmented": "allocations refused though blocks were free",
+}
+
+
 def _server_lines(side: Json | None) -> list[str]:
     if side is None:
         return ["", "## The server's side", "", "It has no /metrics page: its queue and memory are not known."]
     lines = ["", "## The server's side, over the same run", "", "| what | value |", "| --- | --- |"]
-    gauges = {word: side[word] for word in ("running", "waiting", "kv_usage") if side[word] is not None}
-    lines += [f"| {word} | mean {v['mean']:.4g}, max {v['max']:.4g} |" for word, v in gauges.items()]
-    counts = ("token_ratio", "prefix_hit_rate", "preemptions", "recomputed_tokens", "overshoot_tokens", "steps")
-    lines += [f"| {word} | {side[word]:,.4g} |" for word in counts if side.get(word) is not None]
+    for word, title in SERVER_GAUGES.items():
+        if side.get(word) is not None:
+            lines.append(f"| {title} | mean {side[word]['mean']:,.4g}, max {side[word]['max']:,.4g} |")
+    lines += [f"| {title} | {side[w]:,.4g} |" for w, title in SERVER_COUNTS.items() if side.get(w) is not None]
     if side["absent"]:
         lines += ["", f"Not read, because the server has no such metric: {', '.join(side['absent'])}."]
     return lines
