@@ -101,6 +101,14 @@ def attention_fp8() -> None:
         qk_norm_rope_write(empty(tokens, 48 * 128), (32, 8, 128), rotary, None, None, layer_kv, True)
 
 
+def attention_bounded() -> None:
+    """First positions kept behind a window, over either pool."""
+    for is_fp8 in (False, True):
+        for block in (16, 64):
+            shape = shape_of(32, 8, 128, block, windows=(1024,), keep_first=4, is_fp8=is_fp8)
+            attend(shape, AttnSpec(0.09, window=1024, keep_first=4))
+
+
 def gluon() -> None:
     """The Hopper prefill: blocks, groups, options."""
     for block in (16, 64, 128):
@@ -164,6 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_sizes": attention_sizes,
     "attention_options": attention_options,
     "attention_fp8": attention_fp8,
+    "attention_bounded": attention_bounded,
     "gluon": gluon,
     "layer": layer,
     "sampling": sampling,

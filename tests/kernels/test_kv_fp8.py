@@ -134,6 +134,12 @@ def test_a_scale_is_a_power_of_two_that_leaves_headroom_and_1_where_nothing_is_k
     assert (held <= FP8_MAX).all() and (held > FP8_MAX / 2 - 1).all()
 
 
+def test_the_backend_says_which_kernel_computes_prompts_over_an_fp8_pool() -> None:
+    attention = of("triton", Layout(head_dim=128), AttnSpec(0.1))
+    assert isinstance(attention, TritonAttention)
+    assert attention.prefill_kernel == "triton, since the KV cache is fp8"
+
+
 def test_a_pool_and_its_kernels_must_agree_on_fp8() -> None:
     layout = Layout()
     p = fp8_problem(layout)

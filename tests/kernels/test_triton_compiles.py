@@ -20,7 +20,17 @@ SHARED_LIMIT_BYTES = 227 * 1024
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "case",
-    ["attention_common", "attention_sizes", "attention_options", "attention_fp8", "gluon", "layer", "sampling", "moe"],
+    [
+        "attention_common",
+        "attention_sizes",
+        "attention_options",
+        "attention_fp8",
+        "attention_bounded",
+        "gluon",
+        "layer",
+        "sampling",
+        "moe",
+    ],
 )
 def test_launches_compile_without_spills(case: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

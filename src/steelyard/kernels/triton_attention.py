@@ -76,6 +76,15 @@ class TritonAttention:
         self._pools: dict[tuple[int, int, str], Pool] = {}
         self._allocate(device)
 
+    @property
+    def prefill_kernel(self) -> str:
+        """Which kernel computes prompts, with the reason where a pool's kind keeps the Hopper one out."""
+        of_pool = {"fp8": self.shape.is_fp8, "bounded": self.shape.keep_first > 0}
+        kinds = [name for name, holds in of_pool.items() if holds]
+        if self._gluon:
+            return "gluon"
+        return f"triton, since the KV cache is {' and '.join(kinds)}" if kinds else "triton"
+
     def _allocate(self, device: torch.device) -> None:
         shape, spread = self.shape, self._spread
         num_windows, items = len(self._windows), shape.max_rows + spread

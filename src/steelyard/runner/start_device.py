@@ -203,8 +203,9 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     runner.memory_terms = lambda: terms
     runner.start_seconds = dict(phases.seconds)
     _log.info(
-        "%s attention; %d graphs (%.2f GiB), steps of up to %d tokens in one; start: %s",
-        *(start.backend.attention.name, len(graphs), captured_bytes / GIB, max(buckets.mixed, default=0)),
+        "%s attention (prompts: %s); %d graphs (%.2f GiB), steps of up to %d tokens in one; start: %s",
+        *(start.backend.attention.name, getattr(start.backend.attention, "prefill_kernel", "the same"), len(graphs)),
+        *(captured_bytes / GIB, max(buckets.mixed, default=0)),
         phases.table(),
     )
     return runner
