@@ -54,6 +54,7 @@ def test_a_page_has_every_plot_and_asks_no_host() -> None:
 
 def test_bars_show_the_figures_of_the_report() -> None:
     shown = page([run("ours", gap_s=0.03)])
+    assert "share of KV blocks in use</td><td>mean 0.5, max 0.5" in shown
     assert "device time of a step, mean" in shown and ">20 ms<" in shown and ">30 ms<" in shown and ">5 ms<" in shown
     assert "prefill (compute)" in shown and ">100 ms<" in shown and ">200 ms<" in shown
 

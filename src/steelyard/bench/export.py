@@ -108,7 +108,7 @@ def to_markdown(report: Json) -> str:
     if summary["failures"]:
         lines += ["", "## Failures", ""] + [f"* {n} {kind}" for kind, n in summary["failures"].items()]
         lines += [f"* {detail}" for detail in summary["failure_details"]]
-    lines += _server_lines(summary.get("server"))
+    lines += server_lines(summary.get("server"))
     lines += ["", "## What was run", ""]
     lines += [f"* {key}: {value}" for key, value in _facts(report).items() if value is not None]
     return "\n".join(lines) + "\n"
@@ -143,7 +143,8 @@ SERVER_COUNTS = {
 }
 
 
-def _server_lines(side: Json | None) -> list[str]:
+def server_lines(side: Json | None) -> list[str]:
+    """The server's own numbers as a Markdown section; that it has none, where it has none."""
     if side is None:
         return ["", "## The server's side", "", "It has no /metrics page: its queue and memory are not known."]
     lines = ["", "## The server's side, over the same run", "", "| what | value |", "| --- | --- |"]

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from steelyard.bench.export import RATES, ROWS, at, compare_markdown
+from steelyard.bench.export import RATES, ROWS, at, compare_markdown, server_lines
 from steelyard.cli.bench_plots import against_floor, trade_off, where_time_went
 from steelyard.cli.plan_svg import Axis, Plot
 
@@ -171,6 +171,7 @@ def _tables(report: Json) -> str:
             f"<tr><td>{title}</td><td>{window[k]:,.4g}</td></tr>" for title, k in RATES if window.get(k) is not None
         ]
         parts.append(f'<div class="table"><table>{"".join(rates)}</table></div>')
+    parts.append(blocks_of("\n".join(server_lines(report["summary"].get("server")))))
     parts.append("<h2>What was run, on what</h2>")
     shown = {k: report.get(k) for k in ("command", "request", "workload", "arrivals", "environment", "server_facts")}
     rows = [f'<tr><td>{k}</td><td class="text">{html.escape(str(v))}</td></tr>' for k, v in shown.items() if v]
