@@ -43,7 +43,10 @@ def test_an_engine_serves_under_each_policy_and_tells_it_what_it_needs(
     for i in range(6):
         sent = Submit(
             *(str(i), [5 + i] * 40, SamplingParams(max_tokens=8)),
-            tenant="ab"[i % 2], weight=1.0 + i % 2, ttft_slo_in_ns=10**9, tpot_slo_ns=10**8,
+            tenant="ab"[i % 2],
+            weight=1.0 + i % 2,
+            ttft_slo_in_ns=10**9,
+            tpot_slo_ns=10**8,
         )
         assert isinstance(engine.submit(sent), Accepted)
     waiting = next(engine.live_requests())
