@@ -2,10 +2,10 @@
 
     python benchmarks/ledger.py [--rows 16,64,256,1024] [--steps 600] [--out benchmarks/results/ledger.json]
 
-Two engines that differ in nothing but their ledgers step in turn, so that both see the same machine; `hooks` is the
-time inside the hooks themselves. `decode`: every row makes one token a step. `churn`: besides, rows end and others
-arrive, so that participants change at every step. Times are the thread's own on its processor: what else the machine
-does while it is not running is not counted, only what it does to the caches.
+Two engines that differ in nothing but their ledgers take turns of some steps, so that both see the same machine, each
+with its own data in the caches; `hooks` is the time inside the hooks themselves. `decode`: every row makes one token a
+step. `churn`: besides, rows end and others arrive, so that participants change at every step. Times are the thread's
+own on its processor: what else the machine does while it waits is not counted, only what it does to the caches.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from steelyard.wire.messages import Finished, Submit
 
 AIM_ROWS, AIM_US = 256, 50.0
 PROMPT_LEN = 64
+TURN_STEPS, WARM_STEPS = 20, 5
 CHURN_LEN = 64
 
 
@@ -118,17 +119,21 @@ def measure(num_rows: int, num_steps: int, output_len: int) -> dict[str, float]:
     with_us, without_us, hooks_us = [], [], []
     ledgers = on.engine.ledgers
     assert isinstance(ledgers, TimedLedgers)
-    for _ in range(num_steps):
-        ledgers.spent_ns = 0
-        with_us.append(on.step() / 1000)
-        hooks_us.append(ledgers.spent_ns / 1000)
-        without_us.append(off.step() / 1000)
+    for _ in range(-(-num_steps // TURN_STEPS)):
+        for at in range(WARM_STEPS + TURN_STEPS):
+            ledgers.spent_ns = 0
+            spent_ns = on.step()
+            if at >= WARM_STEPS:
+                with_us.append(spent_ns / 1000)
+                hooks_us.append(ledgers.spent_ns / 1000)
+        turn_ns = [off.step() for _ in range(WARM_STEPS + TURN_STEPS)]
+        without_us += [spent_ns / 1000 for spent_ns in turn_ns[WARM_STEPS:]]
     return {
         "on_us": round(median(with_us), 1),
         "off_us": round(median(without_us), 1),
-        "difference_us": round(median(a - b for a, b in zip(with_us, without_us)), 1),
+        "difference_us": round(median(with_us) - median(without_us), 1),
         "hooks_us": round(median(hooks_us), 1),
-        "hooks_best_decile_us": round(sorted(hooks_us)[num_steps // 10], 1),
+        "hooks_best_decile_us": round(sorted(hooks_us)[len(hooks_us) // 10], 1),
         "on_off_ratio": round(median(with_us) / median(without_us), 3),
     }
 
