@@ -42,7 +42,7 @@ ELSEWHERE = {
     "A05": "tests/server/test_completions.py, test_chat.py: both shapes of logprobs",
     "M05": "tests/server/test_health.py: one time to first token a request",
     "M09": "tests/server/test_health.py: exposed names equal the documented ones",
-    "C03": "tests/server/test_disconnect.py, and M03 here",
+    "C03": "tests/server/test_faults.py: 500 streams of a killed client, and M03 here",
     "A15": "tests/server/test_disconnect.py: what was abandoned is counted when the engine has ended it",
 }
 """Case: where it is held when not black-box in this folder."""
