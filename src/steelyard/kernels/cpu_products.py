@@ -19,6 +19,7 @@ from torch import Tensor
 
 QUERIES = 128
 """Queries of a head in one block: its scores stay in a core's cache up to some thousand keys."""
+PROFILED_AS = "steelyard::attention_products"
 FEW = 512
 """Scores of a head, over all rows, below which calls cost more than what they save."""
 
@@ -37,6 +38,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, 
     added      [R, 1, Q, K], 0 or -inf; None: nothing is hidden but by `is_causal`
     is_causal  the last query sees all keys, each one before it a key less
     """
+    if torch.autograd._profiler_enabled():  # products and a softmax could be anybody's
+        with torch.profiler.record_function(PROFILED_AS):
+            return _attend(q, k, v, scale, added, is_causal)
+    return _attend(q, k, v, scale, added, is_causal)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, is_causal: bool) -> Tensor:
     num_rows, num_heads, num_q, dim = q.shape
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
     grouped = (q * scale).reshape(num_rows * num_kv_heads, -1, num_q, dim)

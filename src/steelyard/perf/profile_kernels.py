@@ -9,15 +9,18 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from steelyard.kernels.cpu_products import PROFILED_AS
+
 PATHS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("FlashInfer", ("flashinfer", "batchprefill", "batchdecode"), True),
+    ("steelyard, products of a block of queries", (PROFILED_AS,), True),
     ("steelyard Triton", ("decode_split", "train_forward_kernel", "prefill"), True),
     ("cuDNN", ("cudnn",), True),
     ("torch flash", ("flash_fwd", "flash_attention", "flash_attention_for_cpu"), True),
     ("torch memory-efficient", ("fmha_cutlass", "efficient_attention"), True),
     ("score matrix in memory", ("_attention_math", "softmax"), False),
 )
-"""Name, what its kernels are called (lower case), and whether it keeps the score matrix out of memory; first match."""
+"""Name, what its kernels are called (lower case), whether the whole score matrix stays out of memory; first match."""
 VIEWS = frozenset(
     {"as_strided", "view", "transpose", "expand", "reshape", "empty", "empty_like", "empty_strided", "slice", "select",
      "unflatten", "flatten", "_unsafe_view", "_reshape_alias", "resolve_conj", "permute", "unsqueeze", "squeeze"}
@@ -35,7 +38,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The attention that a call took. `is_fast`: the score matrix never stood in memory."""
+    """The attention that a call took. `is_fast`: the whole score matrix never stood in memory."""
 
     name: str
     is_fast: bool
@@ -58,7 +61,7 @@ def kernels_of(call: Callable[[], object], device: torch.device, warm_up: int = 
         if device.type == "cuda":
             if event.device_type == DeviceType.CUDA and event.self_device_time_total > 0:
                 found.append(KernelTime(event.key, event.count, float(event.self_device_time_total)))
-        elif event.key.startswith("aten::") and event.key.removeprefix("aten::") not in VIEWS:
+        elif event.key.startswith(("aten::", "steelyard::")) and event.key.removeprefix("aten::") not in VIEWS:
             found.append(KernelTime(event.key, event.count, float(event.self_cpu_time_total)))
     return sorted(found, key=lambda kernel: -kernel.total_us)
 
