@@ -93,7 +93,7 @@ def test_s05_urgent_requests_displace_others_and_all_end_as_alone(server: Server
         ended.append(kind)
         return answer
 
-    bodies = [("normal", {"prompt": prompts(64), "max_tokens": 64, "priority": 5}) for _ in range(15)]
+    bodies = [("normal", {"prompt": prompts(64), "max_tokens": 64, "priority": 5}) for _ in range(20)]
     urgent = [("urgent", {"prompt": prompts(64), "max_tokens": 64, "priority": 0}) for _ in range(5)]
     answers: dict[int, Answer] = {}
     threads = []
