@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import RowEnter, RowWork, StepPlan, StepResult, TableEdit, Want
+from steelyard.kernels.gathered import GatheredAttention
+from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.step import FrameLayout
 from steelyard.runner import start_device
 from steelyard.runner.device_runner import DeviceRunner
@@ -95,6 +97,25 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": ((7, 3.0),), "min_tokens": 3},
     {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
 ]
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+def test_plain_attentions_have_the_steps_sizes_on_the_host(
+    model: Model, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device's batch carries the longest row of an eager step, which gathered attention pads to."""
+    folder, oracle = model
+
+    class Plain(ReferenceBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = GatheredAttention(name)
+
+    monkeypatch.setattr(start_device, "ReferenceBackend", Plain)
+    requests = [request(f"r{i}", p, max_tokens=9 + 3 * i) for i, p in enumerate(prompts(LENS))]
+    ran, results = serve(monkeypatch, folder, Cell(20, overlap=True), requests, enforce_eager=True)
+    check_greedy(oracle, ran)
+    assert ran.mixed_steps > 0 and not any(r.timing.graph for r in results)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["plain", "cut"])
