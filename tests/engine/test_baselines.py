@@ -18,7 +18,7 @@ from steelyard.engine.engine import Engine
 from steelyard.engine.offline import run
 from steelyard.engine.weighing import pools
 from steelyard.errors import StartError
-from steelyard.wire.messages import Deltas, Submit
+from steelyard.wire.messages import Deltas, Finished, Submit
 from tests.equality.llama_rig import prompts, tiny_llama
 
 LENS = (5, 40, 23, 61, 1, 30)
@@ -189,3 +189,20 @@ def test_a_batch_that_does_not_fill_starts_after_its_window(folder: Path, plain:
 def test_an_impossible_choice_is_refused_by_name(folder: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(StartError, match=words):
         build_engine(config(folder, **changes))
+
+
+def test_without_a_cache_what_is_computed_again_counts_as_such(folder: Path) -> None:
+    engine = build_engine(config(folder, kv_cache="off"))
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    ends = [m for messages in run(engine, [Submit("r", [5] * 7, sampling)]) for m in messages]
+    [usage] = [m.usage for m in ends if isinstance(m, Finished)]
+    assert usage.computed_tokens == sum(range(7, 7 + 12)) == 7 + 12 - 1 + usage.recomputed_tokens
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache": "off"}, {"enable_chunked_prefill": False}], ids=str)
+def test_a_tight_target_leaves_room_for_what_must_be_computed_whole(folder: Path, changes: dict[str, Any]) -> None:
+    engine = build_engine(config(folder, scheduling_policy="slo", **changes))
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    submits = [Submit(f"r{i}", tokens, sampling, tpot_slo_ns=1) for i, tokens in enumerate(prompts(LENS))]
+    ends = [m for messages in run(engine, submits) for m in messages if isinstance(m, Finished)]
+    assert [m.reason for m in ends] == ["length"] * len(LENS)

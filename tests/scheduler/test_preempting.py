@@ -217,3 +217,21 @@ def test_a_displaced_request_that_is_cut_short_by_its_stop_leaves_the_queue(num_
     simulation.take(simulation.scheduler.stop(away[0].key, FinishReason.STOP, simulation.clock(), keep=0))
     run_checked(simulation)
     assert_idle(simulation, requests)
+
+
+def test_a_preempted_prompt_that_another_has_computed_meanwhile_is_cached_and_not_its_own() -> None:
+    simulation = Rig(block_size=8, budget=16, max_num_seqs=2).simulation(policy="priority")
+    prompt = list(range(60))
+    anchor, late = make_request("anchor", [99], 80), make_request("late", prompt, 4, priority=5)
+    urgent = make_request("urgent", prompt, 1, priority=1)
+    for request in (anchor, late):
+        simulation.add(request)
+    while not late.num_computed:
+        assert simulation.step()
+    simulation.add(urgent)
+    run_checked(simulation)
+    books: Any = simulation.books
+    [account] = books.accounts.of("late")
+    tokens = account.tokens()
+    assert late.num_preemptions == 1 and tokens["cached"] > 0
+    assert tokens["computed"] == 60 - tokens["cached"] + 4 - 1 + tokens["recomputed"]

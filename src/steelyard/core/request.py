@@ -117,7 +117,7 @@ class Request(Timed):
         self.row = -1
         self.epoch = 0
         self.num_computed = 0
-        self.cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.cached_tokens = 0  # prompt tokens that this request never computed: found in the cache
         self.num_preemptions = self.num_recomputed = 0  # how often, and positions computed again after one
         self.recompute_until = 0  # positions below this were computed before the last preemption
         self.num_overshoot = 0  # tokens computed beyond the end and thrown away

@@ -61,6 +61,9 @@ class Committer:
                 self._prefilled(resident, work, out, result, now_ns, events)
                 continue
             request.num_computed = end = work.start + work.num_new
+            if work.num_new > 1:  # without a KV cache: all but the last position were computed before
+                request.num_recomputed += work.num_new - 1
+                self._live.counters.recomputed_tokens += work.num_new - 1
             tokens.append(ids[0])
             num_decoded += 1
             events.append(Emitted(request, ids, out.logprobs))

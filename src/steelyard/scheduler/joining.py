@@ -275,7 +275,7 @@ class Joiner:
 
     def _take(self, request: Request, hit: int, num_new: int, spare: int, draft: Draft) -> int:
         """Take what is cached of the request, or kept of it on the host, and blocks for all that is known of it."""
-        cache, known = self._live.cache, len(request.tokens)
+        cache, known, swapped = self._live.cache, len(request.tokens), self._live.cache.swapped_tokens(request)
         edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         while edits is None and cache.has_windows and num_new > 1 and not self._whole_prompts:
             num_new //= 2
@@ -287,10 +287,12 @@ class Joiner:
         request.num_computed = hit
         if not request.num_preemptions:
             self._count_hit(request, hit)
+        elif not swapped:
+            request.cached_tokens += max(0, hit - request.recompute_until)
         return num_new
 
     def _count_hit(self, request: Request, hit_tokens: int) -> None:
-        """Only a first admission looks for a prefix; what a preempted request finds again is its own."""
+        """Of a first admission; later ones find again what was their own, and only what goes beyond it is a hit."""
         counters = self._live.counters
         request.cached_tokens = hit_tokens
         counters.prompt_tokens += request.prompt_len

@@ -133,7 +133,9 @@ class Scheduler:
         budget = self._batching.budget(num_running, now_ns, self._cost)
         limit = self.max_num_batched_tokens
         limit = limit if budget is None else min(budget, limit)
-        draft = Draft(now_ns, self._order.budget(live.rows.decodes, limit, now_ns))
+        if not self.options.whole_prompts:  # a smaller step would never hold what is not to be computed in parts
+            limit = self._order.budget(live.rows.decodes, limit, now_ns)
+        draft = Draft(now_ns, limit)
         waiting = live.waiting.items
         may_join = self._batching.may_join(waiting, num_running, now_ns) if waiting else 0
         planner.decodes(draft)
