@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.core.sampling import SamplingParams
+from steelyard.engine import build
 from steelyard.errors import StartError
 from steelyard.llm import LLM
+from steelyard.runner.options import RunnerOptions
+from steelyard.runner.start_device import start_device_runner
 from steelyard.scheduler.speculation import NGRAM, PATIENCE, Guesser, NgramIndex
 from tests import tiny_model
 from tests.scheduler.scheduler_rig import (
@@ -133,6 +138,24 @@ def test_a_model_says_the_same_with_and_without_guesses(tmp_path: Path, temperat
         assert ours.outputs[0].logprobs is not None and theirs.outputs[0].logprobs is not None
         for a, b in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_fixed_buffers_say_the_same_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device runner, its graphs replayed as calls."""
+    model = tiny_model.write(tmp_path / "tiny")
+    sampling = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True, logit_bias=((5, 60.0), (6, 60.0)))
+    prompts = [[7, 8, 9, 10, 11] * 6, [3, 4, 5] * 4]
+    options = {"dtype": "float32", "max_num_seqs": 4, "device": "cpu", "block_size": 16, "num_gpu_blocks_override": 99}
+    plain = LLM(str(model), **options).generate(prompts, sampling)
+
+    def start(checkpoint: Any, given: RunnerOptions) -> Any:
+        return start_device_runner(checkpoint, replace(given, backend="reference"))
+
+    monkeypatch.setattr(build, "start_runner", start)
+    llm = LLM(str(model), num_speculative_tokens=4, speculative_load=10, **options)
+    found = llm.generate(prompts, sampling)
+    assert llm.engine.scheduler.counters.accepted_tokens > 10
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in plain]
 
 
 def test_penalties_and_grammars_are_not_guessed_for(tmp_path: Path) -> None:

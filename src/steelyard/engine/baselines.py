@@ -18,7 +18,7 @@ def scheduler_options(config: EngineConfig, caps: RunnerCaps) -> SchedulerOption
     """Raises StartError where guesses are asked for and cannot be checked."""
     if config.num_speculative_tokens and not (caps.checks_drafts and config.kv_cache == "on"):
         raise StartError(
-            "--num-speculative-tokens: guesses are checked on a CPU, with a KV cache and without --async-scheduling; "
+            "--num-speculative-tokens: guesses are checked with a KV cache and without --async-scheduling; "
             "change that or leave it out",
             param="num_speculative_tokens",
         )

@@ -112,7 +112,7 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         gpu_memory_utilization=config.gpu_memory_utilization,
         swap_space_bytes=int(config.swap_space * GIB),
         enforce_eager=config.enforce_eager,
-        overlap=config.async_scheduling,
+        overlap=False if config.num_speculative_tokens and config.async_scheduling is None else config.async_scheduling,
         seed=config.seed,
         backend="invariant" if config.deterministic else "auto",
         attention_backend=config.attention_backend,

@@ -10,8 +10,7 @@ and sampled by plain operators behind it: only they pay for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -22,61 +21,22 @@ from steelyard.core.step import (
     POOLED,
     MemoryTerms,
     RowOut,
-    RowWork,
     RunnerCaps,
     StepPlan,
     StepResult,
     StepTiming,
     Want,
 )
-from steelyard.models.decoder import Decoder
-from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
+from steelyard.runner.device import MAX_LOGIT_ROWS, Shape
 from steelyard.runner.frame import NUM_SLOTS, Pairs, Slot, differences, split
-from steelyard.runner.graphs import Buckets, Graph, bucket_for
-from steelyard.runner.kv import KvPool
-from steelyard.runner.logprobs import TopLogprobs, pinned, prompt_logprobs
+from steelyard.runner.graphs import Graph, bucket_for
+from steelyard.runner.launched import Launched, Machine
+from steelyard.runner.logprobs import pinned, prompt_logprobs
 from steelyard.runner.pooling import pooled
 from steelyard.runner.results import NOT_FINITE, Results
-from steelyard.runner.rows import HostRow, Rows
-from steelyard.runner.sampler import Job, Sampled, Sampler, is_penalised, is_too_early
+from steelyard.runner.rows import HostRow
+from steelyard.runner.sampler import Job, Sampler, is_penalised, is_too_early
 from steelyard.runner.staging import Staging
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a DeviceRunner works on. `graphs`: by (kind, size); a kind that is missing runs by plain calls."""
-
-    decoder: Decoder
-    kv: KvPool
-    rows: Rows
-    step: DeviceStep
-    buckets: Buckets
-    graphs: Mapping[tuple[str, int], Graph]
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step in flight. `plain` are the work items whose tokens arrive in the slot, in its order."""
-
-    plan: StepPlan
-    work: Sequence[RowWork]
-    hosts: list[HostRow]
-    slot: Slot
-    launch_ns: int
-    was_idle: bool
-    before: tuple[torch.cuda.Event, torch.cuda.Event] | None
-    plain: Sequence[int] = ()
-    special: list[tuple[int, Job]] = field(default_factory=list)
-    wants_prompt: bool = False
-    wants_pooled: bool = False
-    sampled: list[Sampled] = field(default_factory=list)
-    prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
-    pooled: list[tuple[int, Tensor]] = field(default_factory=list)
-    waiting: tuple[list[Job], Tensor] | None = None
-    error: str = ""
-    done_ns: int = 0
-    graph: str = ""
-    padded: tuple[int, int] = (0, 0)
 
 
 class DeviceRunner:
@@ -121,6 +81,8 @@ class DeviceRunner:
             self._machine.kv.swap(plan.swaps)
             if plan.copies:
                 self._copy(plan)
+            if plan.num_drafts:
+                step.drafts = self._copy_drafts(plan)
             self._run(step, shape, graph)
         except torch.OutOfMemoryError as error:
             step.error, step.plain, step.sampled = f"out of memory: {error}"[:300], (), []
@@ -164,6 +126,8 @@ class DeviceRunner:
                 read.failed[row] = NOT_FINITE
         for part in step.sampled:
             read.take(part)
+        if step.drafts is not None:
+            read.take_drafts(step.plan.work, step.drafts.tolist())
         for i, found in step.prompt:
             read.take_prompt(i, found)
         for i, vector in step.pooled:
@@ -235,10 +199,12 @@ class DeviceRunner:
             step.wants_pooled |= bool(w.want & POOLED)
             if Want.TOKEN not in w.want:
                 continue
-            job = Job(w.row, w.start + w.num_new, w.want, host)
+            end = w.start + w.num_new
+            jobs = [(i, back, Job(w.row, end - back, w.want, host)) for back in range(w.num_drafts, -1, -1)]
+            job = jobs[0][2]
             more = w.row in self._special and (is_penalised(job) or is_too_early(job) or host.sampling.logit_bias)
-            if more or w.row in masked or Want.TOP_LOGPROBS in w.want:
-                step.special.append((i, job))
+            if more or w.row in masked or Want.TOP_LOGPROBS in w.want or w.num_drafts:
+                step.special += jobs
             else:
                 plain.append(i)
         step.plain = plain
@@ -257,6 +223,12 @@ class DeviceRunner:
         self._machine.kv.stage(plan.copies, staging)
         staging.upload(self._device)
         self._machine.kv.copy(staging)
+
+    def _copy_drafts(self, plan: StepPlan) -> Tensor | None:
+        staging = Staging()
+        self._rows.stage_drafts(plan.work, staging)
+        staging.upload(self._device)
+        return self._rows.copy_drafts(staging)
 
     def _run(self, step: Launched, shape: Shape, graph: Graph | None) -> None:
         if not step.work:
@@ -282,20 +254,20 @@ class DeviceRunner:
             step.pooled = pooled(step.work, machine.step.hidden)
 
     def _sample_special(self, step: Launched) -> None:
-        """Rows with penalties, bias, log-probabilities or a mask: by plain operators, each with logits of its own."""
+        """Rows with penalties, bias, log-probabilities, guesses or a mask: by plain operators, logits of their own."""
         masked, ends = frozenset(step.plan.masked), np.cumsum([w.num_new for w in step.work]) - 1
-        plain = [(i, job) for i, job in step.special if job.row not in masked]
-        later = [(i, job) for i, job in step.special if job.row in masked]
+        plain = [(ends[i] - back, job) for i, back, job in step.special if job.row not in masked]
+        later = [(ends[i] - back, job) for i, back, job in step.special if job.row in masked]
         for first in range(0, len(plain), MAX_LOGIT_ROWS):
             part, staging = plain[first : first + MAX_LOGIT_ROWS], Staging()
             jobs = [job for _, job in part]
-            staging.add("last", np.array([ends[i] for i, _ in part], np.int32))
+            staging.add("last", np.array([at for at, _ in part], np.int32))
             self._sampler.stage("special", jobs, staging)
             staging.upload(self._device)
             step.sampled.append(self._sampler.run("special", jobs, self._logits(staging), staging))
         if later:
             staging = Staging()
-            staging.add("last", np.array([ends[i] for i, _ in later], np.int32))
+            staging.add("last", np.array([at for at, _ in later], np.int32))
             staging.upload(self._device)
             step.waiting = ([job for _, job in later], self._logits(staging))
 
@@ -325,6 +297,7 @@ class DeviceRunner:
             step.sampled = [s.to_host() for s in step.sampled]
             step.prompt = [(i, found.to_host()) for i, found in step.prompt]
             step.pooled = [(i, pinned(vector)) for i, vector in step.pooled]
+            step.drafts = None if step.drafts is None else pinned(step.drafts)
             step.slot.events[1].record()
         step.done_ns = time.monotonic_ns()
 

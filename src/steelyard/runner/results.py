@@ -43,9 +43,13 @@ class Results:
                 found = as_token_logprobs(own, top_ids, values, job.host.sampling.logprobs or 0)
                 self._logprobs[job.row] = (*self._logprobs.get(job.row, ()), found)
 
-    def take_drafts(self, row: int, drafts: list[int]) -> None:
-        """The guesses that a row's sampled tokens are held against."""
-        self._drafts[row] = drafts
+    def take_drafts(self, work: Sequence[RowWork], drafts: list[int]) -> None:
+        """The guesses that rows' sampled tokens are held against, one row's after another's in the order of `work`."""
+        first = 0
+        for item in work:
+            if item.num_drafts:
+                self._drafts[item.row] = drafts[first : first + item.num_drafts]
+                first += item.num_drafts
 
     def take_prompt(self, index: int, found: TopLogprobs) -> None:
         """Prompt log-probabilities of work item `index`."""

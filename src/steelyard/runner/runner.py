@@ -134,10 +134,7 @@ class TorchRunner:
         for part in step.sampled:
             read.take(part)
         if step.drafts is not None:
-            drafts = step.drafts.tolist()
-            for work in (w for w in step.plan.work if w.num_drafts):
-                read.take_drafts(work.row, drafts[: work.num_drafts])
-                del drafts[: work.num_drafts]
+            read.take_drafts(step.plan.work, step.drafts.tolist())
         for i, found in step.prompt:
             read.take_prompt(i, found)
         for i, vector in step.pooled:

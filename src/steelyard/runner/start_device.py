@@ -32,10 +32,11 @@ from steelyard.models.load import dummy_weights, load_weights
 from steelyard.plan.memory import MemoryBudget, graphs_bytes
 from steelyard.runner.bounded import bounded_config, model_shape
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
-from steelyard.runner.device_runner import DeviceRunner, Machine
+from steelyard.runner.device_runner import DeviceRunner
 from steelyard.runner.graphs import FEW_TOKENS, Buckets, Captures, Graph
 from steelyard.runner.kv import DEFAULT_SHARE, KvPool, kv_layout, size_pool
 from steelyard.runner.kv_scales import Scales, kv_scales
+from steelyard.runner.launched import Machine
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_limits
 from steelyard.runner.phases import Phases
 from steelyard.runner.rows import Rows
@@ -192,6 +193,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         max_batched_tokens=limits.max_batched_tokens,
         vocab_size=start.shape.vocab_size,
         overlaps=limits.overlaps,
+        checks_drafts=not limits.overlaps,
         fingerprint=checkpoint.fingerprint,
         kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size, start.config),
         num_host_blocks=kv.num_host_blocks,
