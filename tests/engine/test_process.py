@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 
 from steelyard.config import EngineConfig
 from steelyard.core.sampling import SamplingParams
+from steelyard.core.step import RowWork, StepPlan
 from steelyard.engine import process as process_module
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import StartError
-from steelyard.wire.channel import EngineSide, Peer, new_address, remove_address
+from steelyard.wire.channel import EngineSide, Received, new_address, remove_address
 from steelyard.wire.messages import (
     Accepted,
     Answer,
@@ -45,6 +47,7 @@ from tests.wire.threaded import ThreadedSide
 
 T = TypeVar("T")
 WAIT_S = 120
+HELD_NS = 10**9
 
 
 class Client:
@@ -169,7 +172,7 @@ class Serving:
     def run(self, *messages: ToEngine) -> int:
         for message in messages:
             self.client.side.send(message)
-        arrived: list[tuple[Peer, ToEngine]] = []
+        arrived: list[Received] = []
         while len(arrived) < len(messages):
             arrived += self.channel.recv(WAIT_S * 1000)
         later = self.channel.recv
@@ -207,6 +210,36 @@ def test_drain_ends_the_loop_when_what_runs_is_done(serving: Callable[..., Servi
     assert server.run(*messages, Control("drain")) == 0
     reasons = [server.client.until(Finished).reason for _ in range(40)]
     assert reasons == ["length"] * 40
+
+
+def test_a_request_that_comes_during_a_step_waits_for_the_boundary_from_its_arrival_on(address: str) -> None:
+    """Its message lies unread while the engine computes: that is the engine's time, not the wire's."""
+    stamped = threading.Semaphore(0)
+    sent: list[str] = []
+
+    def within_a_step(plan: StepPlan, work: RowWork) -> None:
+        if not sent:
+            sent.append("b")
+            client.side.send(Submit("b", [5], SamplingParams(max_tokens=1)))
+            client.side.send(Control("drain"))
+            assert all(stamped.acquire(timeout=WAIT_S) for _ in range(2))
+            harness.clock.advance(HELD_NS)
+
+    def clock_ns() -> int:
+        if sent:
+            stamped.release()
+        return harness.clock.now_ns
+
+    harness = Harness(fail=within_a_step)
+    channel = EngineSide(address, clock_ns)
+    client = Client(address)
+    client.side.send(Submit("a", [4], SamplingParams(max_tokens=2)))
+    process_module.Loop(harness.engine, channel).run()
+    first, second = client.complete("a")[1], client.complete("b")[1]
+    assert first.ledger.get("wait_step_boundary", 0) < HELD_NS <= second.ledger["wait_step_boundary"]
+    assert sum(second.ledger.values()) < 2 * HELD_NS
+    client.side.close()
+    channel.close()
 
 
 def test_a_failed_runner_is_a_fault_for_every_server_and_status_1(serving: Callable[..., Serving]) -> None:

@@ -9,6 +9,7 @@ import queue
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def _recv_until(engine: EngineSide, want: int) -> list[tuple[bytes, ToEngine]]:
     got: list[tuple[bytes, ToEngine]] = []
     while len(got) < want:
         fresh = engine.recv(WAIT_MS)
-        got += fresh
+        got += [(peer, message) for peer, message, _ in fresh]
         if not fresh and not engine.peers:
             break
     return got
@@ -156,6 +157,42 @@ def test_a_server_is_greeted_and_messages_pass_both_ways_in_order(engine: Engine
     server.side.close()
     with pytest.raises(EngineDead):
         server.side.send(Pause("a"))
+
+
+def test_each_message_is_stamped_when_it_comes_though_the_engine_neither_receives_nor_waits(address: str) -> None:
+    now_ns = 0
+
+    def clock_ns() -> int:
+        stamped.release()
+        return now_ns
+
+    stamped = threading.Semaphore(0)
+    engine = EngineSide(address, clock_ns)
+    server = Collector(address)
+    assert stamped.acquire(timeout=WAIT_MS / 1000)  # the connection's own empty message
+    for now_ns in (100, 200, 300):
+        server.side.send(Pause(str(now_ns)))
+        assert stamped.acquire(timeout=WAIT_MS / 1000)
+    now_ns = 1000
+    received = engine.recv()
+    assert [(message, arrived_ns) for _, message, arrived_ns in received] == [
+        (Pause(str(t)), t) for t in (100, 200, 300)
+    ]
+    server.side.close()
+    engine.close()
+
+
+def test_what_comes_while_the_engine_sends_is_received_in_order(engine: EngineSide, address: str) -> None:
+    """Each use of the socket may use up the sign of a message; none may be left lying."""
+    server = Collector(address)
+    server.side.send(Pause("first"))
+    ((peer, _),) = _recv_until(engine, 1)
+    for number in range(300):
+        server.side.send(Pause(str(number)))
+        engine.send(peer, Answer(str(number), None))
+    assert [m for _, m in _recv_until(engine, 300)] == [Pause(str(number)) for number in range(300)]
+    assert server.take(300) == [Answer(str(number), None) for number in range(300)]
+    server.side.close()
 
 
 def test_messages_reach_a_real_event_loop(engine: EngineSide, address: str) -> None:

@@ -92,23 +92,23 @@ class Engine:
 
     # requests
 
-    def submit(self, submit: Submit) -> Accepted | Refused:
-        """Take a request in, all its choices or none."""
+    def submit(self, submit: Submit, arrived_ns: int | None = None) -> Accepted | Refused:
+        """Take a request in, all its choices or none. Its time begins at `arrived_ns`, before a step that ran then."""
         now_ns = self.clock_ns()
+        start_ns = now_ns if arrived_ns is None else min(arrived_ns, now_ns)
         if self.draining:
             return Refused(submit.id, 503, "overloaded", "the engine is shutting down: try another", None, 1.0)
         if submit.id in self._live:
             message = f"id: {submit.id!r} is being served; use another"
             return Refused(submit.id, 409, "duplicate_id", message, "id")
-        was_idle = not self.has_work
-        if was_idle:
+        if was_idle := not self.has_work:
             self._progress_ns = now_ns
         choices: list[Request] = []
         try:
             check_submit(submit, self.runner.caps)
             self.grammars.check(submit.grammar)
             seed = submit.sampling.seed if submit.sampling.seed is not None else self._next_seed()
-            for choice in make_choices(submit, seed, self.options.eos_token_ids, now_ns):
+            for choice in make_choices(submit, seed, self.options.eos_token_ids, start_ns):
                 self.ledgers.opened(choice, was_idle)
                 self.scheduler.add(choice, now_ns)
                 choices.append(choice)
@@ -122,7 +122,7 @@ class Engine:
             if choice.deadline_ns is not None:
                 heappush(self._deadlines, (choice.deadline_ns, *choice.key, False))
             if submit.first_token_in_ns is not None:
-                heappush(self._deadlines, (now_ns + submit.first_token_in_ns, *choice.key, True))
+                heappush(self._deadlines, (start_ns + submit.first_token_in_ns, *choice.key, True))
         self._checked_idle = False
         return Accepted(submit.id, choices[0].max_tokens)
 

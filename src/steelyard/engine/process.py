@@ -68,8 +68,8 @@ class Loop:
         channel.greet(engine.ready())
         while not engine.halted and not (engine.draining and not engine.has_work):
             received = channel.recv(self._timeout_ms())
-            for peer, message in received:
-                self._handle(peer, message)
+            for item in received:
+                self._handle(*item)
             if engine.has_work:
                 self._pulsing.step_since_ns = engine.clock_ns()
                 messages = engine.step()
@@ -92,11 +92,11 @@ class Loop:
             until_ns = min(until_ns, now_ns + RETRY_MS * 1_000_000, engine.next_deadline_ns or until_ns)
         return max(0, -(-(until_ns - now_ns) // 1_000_000))
 
-    def _handle(self, peer: Peer, message: ToEngine) -> None:
+    def _handle(self, peer: Peer, message: ToEngine, arrived_ns: int) -> None:
         engine = self._engine
         match message:
             case Submit():
-                answer = engine.submit(message)
+                answer = engine.submit(message, arrived_ns)
                 if isinstance(answer, Accepted):
                     self._owners[message.id] = peer
                 self._channel.send(peer, answer)

@@ -1,7 +1,7 @@
 """ZeroMQ over a UNIX socket: the engine's end (ROUTER, blocking) and the server's end (DEALER, on its loop).
 
-    server's event loop <--a batch at a time-- DEALER ===ipc=== ROUTER -- the engine's loop
-                        <--the last only------ SUB    ===ipc=== PUB    -- a thread beside the loop
+    server's event loop <--a batch at a time-- DEALER ===ipc=== ROUTER -- the engine's loop; a thread beside it receives
+                        <--the last only------ SUB    ===ipc=== PUB    -- another thread
 
 Messages are `wire.messages` structs in msgpack; nothing that arrives is ever executed. What a peer sends can be
 dropped, with a line in the log, but neither blocks nor ends the other side. Who answers what is not decided here.
@@ -15,13 +15,16 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from steelyard.errors import EngineDead, StartError, SteelyardError
+from steelyard.wire.arrivals import MAX_BATCH, Arrivals
 from steelyard.wire.messages import FromEngine, ToEngine
 
 Peer = bytes
@@ -30,9 +33,7 @@ Peer = bytes
 MAX_UNSENT = 100_000
 """Messages kept for a connected peer that has stopped reading; one more, and it counts as lost."""
 
-_MAX_BATCH = 512  # messages taken per receive, so that a flood cannot keep the engine from its next step
 _MAX_PATH_BYTES = 107  # of a UNIX socket's name, set by the kernel
-_NEVER = -1  # poll: wait without limit
 
 _log = logging.getLogger(__name__)
 
@@ -90,13 +91,21 @@ def _path_of(address: str) -> Path:
     return Path(address.removeprefix("ipc://"))
 
 
+class Received(NamedTuple):
+    """A message, who sent it, and when it was here, by the receiver's own clock: it may have lain since."""
+
+    peer: Peer
+    message: ToEngine
+    arrived_ns: int
+
+
 class EngineSide:
     """Binds `address`; used by one thread, which may wait in `recv`. Any number of servers may connect.
 
     Raises StartError if the socket's directory is missing, open to other users, or cannot be bound in.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.address = address
         _check_private(_path_of(address).parent)
         self._codec = Codec()
@@ -109,29 +118,26 @@ class EngineSide:
         self._greeting: FromEngine | None = None
         self._lost: list[Peer] = []
         self.peers: set[Peer] = set()
+        self._arrivals = Arrivals(self._socket, clock_ns)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise StartError(f"cannot listen on {address}: {error}") from error
+        self._arrivals.start()
 
     def greet(self, message: FromEngine) -> None:
         """Send `message` to every peer: to those that are here now, and to each that comes later, first thing."""
         self._greeting = message
         self.broadcast(message)
 
-    def recv(self, timeout_ms: int | None = 0) -> list[tuple[Peer, ToEngine]]:
+    def recv(self, timeout_ms: int | None = 0) -> list[Received]:
         """All that has arrived, waiting up to `timeout_ms` for the first (None: without limit)."""
-        received: list[tuple[Peer, ToEngine]] = []
-        if not self._socket.poll(_NEVER if timeout_ms is None else timeout_ms):
-            return received
-        for _ in range(_MAX_BATCH):
-            try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        received: list[Received] = []
+        for (peer, *frames), arrived_ns in self._arrivals.take(None if timeout_ms is None else timeout_ms / 1000):
             self._welcome(peer)
-            received += [(peer, message) for frame in frames if frame and (message := self._codec.to_engine(frame))]
+            messages = (message for frame in frames if frame and (message := self._codec.to_engine(frame)))
+            received += [Received(peer, message, arrived_ns) for message in messages]
         return received
 
     def send(self, peer: Peer, message: FromEngine) -> bool:
@@ -150,6 +156,7 @@ class EngineSide:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; unsent messages get `linger_ms` to leave."""
+        self._arrivals.close()
         self._context.destroy(linger=linger_ms)
 
     def _welcome(self, peer: Peer) -> None:
@@ -162,7 +169,9 @@ class EngineSide:
         if peer not in self.peers:
             return False
         try:
-            self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+            with self._arrivals.lock:
+                self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+                self._arrivals.look()
         except zmq.ZMQError as error:
             self.peers.discard(peer)
             self._lost.append(peer)
@@ -272,7 +281,7 @@ class ServerSide:
             return
         assert self._deliver is not None
         batch: list[FromEngine] = []
-        for _ in range(_MAX_BATCH):
+        for _ in range(MAX_BATCH):
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
