@@ -9,11 +9,12 @@ import pytest
 
 from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import RunnerCaps
+from steelyard.core.step import RunnerCaps, StepResult
 from steelyard.engine.engine import EngineFault
 from steelyard.scheduler.protocols import Faults
 from steelyard.sim.clock import VirtualClock
 from steelyard.sim.scripted import Script, ScriptedRunner
+from steelyard.sim.shadow import ShadowRunner
 from steelyard.wire.messages import Accepted, Ask, Control, Finished, Refused, Submit
 from tests.engine.engine_harness import STEP_NS, Harness
 
@@ -194,6 +195,36 @@ def test_a_request_that_ends_in_time_leaves_no_deadline_behind() -> None:
     harness.run()
     assert harness.ends["a", 0].reason == "length"
     assert harness.engine.next_deadline_ns is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("limit", ["deadline_in_ns", "first_token_in_ns"])
+@pytest.mark.parametrize("prompt_len", [3, 150])
+def test_a_first_token_that_is_ready_too_late_is_not_given(overlap: bool, limit: str, prompt_len: int) -> None:
+    harness = Harness(overlap=overlap, make_runner=SlowRunner)
+    submit = Submit("late", [4] * prompt_len, SamplingParams(max_tokens=5), **{limit: STEP_NS // 2})
+    harness.submitted_ns["late"] = harness.clock.now_ns
+    assert isinstance(harness.engine.submit(submit), Accepted)
+    harness.submit("other", [7], max_tokens=3)
+    harness.run()
+    assert harness.runner.num_steps > 0
+    assert (harness.ends["late", 0].reason, harness.ends["late", 0].usage.completion_tokens) == ("deadline", 0)
+    assert harness.ends["other", 0].reason == "length"
+    assert ("late", 0) not in harness.ids
+    assert harness.engine.check() and not harness.cache.usage().active
+
+
+class SlowRunner(ShadowRunner):
+    """Whose steps take STEP_NS, from launch to the end of `collect`."""
+
+    def __init__(self, caps: RunnerCaps, clock: VirtualClock) -> None:
+        super().__init__(caps, clock=clock, step_ns=lambda plan: STEP_NS)
+        self.clock, self.num_steps = clock, 0
+
+    def collect(self, step: StepResult) -> StepResult:
+        self.clock.advance(STEP_NS)
+        self.num_steps += 1
+        return super().collect(step)
 
 
 def test_a_deadline_for_the_first_token_ends_who_waits_and_nobody_who_has_one() -> None:

@@ -104,6 +104,20 @@ def test_every_output_conforms_beside_others_and_through_preemption(
         assert run(alone, one) == {key: ids[key] for key in ids if key[0] == one.id}
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_min_tokens_gives_way_only_to_a_grammar_that_must_end(model: Path, tokenizer: Tokenizer, overlap: bool) -> None:
+    engine = engine_on(model, tokenizer, async_scheduling=overlap)
+    short, free = source.from_regex("a"), source.from_regex("a*")
+    ends = {"logit_bias": ((2, 100.0),)}
+    ids = run(
+        engine, *(submit(f"{m}", short, min_tokens=m) for m in (0, 3, 20)), submit("9", free, min_tokens=9, **ends)
+    )
+    assert [tokenizer.decode(ids[(f"{m}", 0)][:-1]) for m in (0, 3, 20)] == ["a"] * 3
+    assert 2 not in ids[("9", 0)][:9] and len(ids[("9", 0)]) == 10
+    assert not engine.grammars._min_tokens
+    assert run(engine, submit("on", short, ignore_eos=True))[("on", 0)] == ids[("0", 0)]
+
+
 def test_a_request_waits_for_its_grammar_and_holds_up_nobody(model: Path, tokenizer: Tokenizer) -> None:
     engine, let_go = engine_on(model, tokenizer), Event()
     compile = engine.grammars._compile

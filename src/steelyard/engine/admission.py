@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 from steelyard.core.request import Request
 from steelyard.core.step import RunnerCaps, Want
@@ -41,10 +42,13 @@ def check_submit(submit: Submit, caps: RunnerCaps) -> None:
 
 
 def make_choices(submit: Submit, seed: int, eos_token_ids: frozenset[int], now_ns: int) -> Iterator[Request]:
-    """The request's n choices. Choice i draws with seed + i; all but the first share the first one's prompt KV."""
-    sampling = submit.sampling
+    """The request's n choices. Choice i draws with seed + i; all but the first share the first one's prompt KV.
+
+    A grammar may have to end before `min_tokens`, or although `ignore_eos`: engine/grammars.py sees to all of that.
+    """
+    sampling = replace(submit.sampling, min_tokens=0) if submit.grammar else submit.sampling
     stop_ids = frozenset(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
+    if submit.grammar or not sampling.ignore_eos:
         stop_ids |= eos_token_ids
     first: Request | None = None
     for index in range(sampling.n):

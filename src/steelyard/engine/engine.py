@@ -1,6 +1,6 @@
 """The engine's loop without sockets: requests in, steps run, messages out. The only place that knows both towers.
 
-    step()   expire deadlines -> schedule -> launch N -> collect N - 1 (overlap) or N -> commit -> messages
+    step()   expire deadlines -> schedule -> launch N -> collect N - 1 (overlap) or N -> expire -> commit -> messages
 
 The CPU waits in `collect` and nowhere else. Every accepted choice gets exactly one `Finished`, whatever happens:
 a broken step fails the requests it concerns; a broken runner ends the engine with EngineFault.
@@ -117,7 +117,7 @@ class Engine:
                 self.scheduler.stop(choice.key, FinishReason.ABORT, now_ns)
             return refusal(submit.id, error)
         self._live[submit.id] = {choice.index: choice for choice in choices}
-        self.grammars.open(choices, submit.grammar)
+        self.grammars.open(choices, submit.grammar, submit.sampling.min_tokens)
         for choice in choices:
             if choice.deadline_ns is not None:
                 heappush(self._deadlines, (choice.deadline_ns, *choice.key, False))
@@ -267,10 +267,9 @@ class Engine:
         return int.from_bytes(blake2b(words, digest_size=8).digest(), "little")
 
     def _expire(self) -> list[Event]:
-        """End what is past its deadline, before a step is planned: a waiting request is then never computed."""
+        """End what is past its deadline: before a step is planned, so that who waits is never computed, and after."""
         events: list[Event] = []
-        deadline_ns = self.next_deadline_ns
-        if deadline_ns is None:
+        if self.next_deadline_ns is None:
             return events
         now_ns = self.clock_ns()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
@@ -295,14 +294,15 @@ class Engine:
 
     def _collect(self) -> list[FromEngine]:
         result = self._run("collect", self.runner.collect, self._flights.popleft())
+        expired = self._messages(self._expire())  # a token that is ready only now is too late
         now_ns = self.clock_ns()
         try:
             self.ledgers.committed(result, now_ns, self.scheduler.request_at)
             if self.scheduler.weighs:
                 self.ledgers.charge(self.scheduler.charge)
-            return self._messages(self.scheduler.commit(result, now_ns))
+            return expired + self._messages(self.scheduler.commit(result, now_ns))
         except Exception as error:
-            return self._fail_all("committing", error)
+            return expired + self._fail_all("committing", error)
 
     def _run(self, what: str, call: Callable[[Any], Any], argument: Any) -> Any:
         """Call the runner; it is past help if it raises."""

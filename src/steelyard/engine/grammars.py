@@ -54,10 +54,13 @@ class Grammars:
         self._walkers: dict[tuple[str, int], Walker] = {}
         self._kept: OrderedDict[str, Walker] = OrderedDict()
         self._failed: list[tuple[Request, str]] = []
+        self._min_tokens: dict[tuple[str, int], int] = {}
+        self._eos_token_ids = frozenset[int]()
 
     def set_vocabulary(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
         """The tokens' texts, from a server; the first stay."""
         if self._vocabulary is None:
+            self._eos_token_ids = frozenset(eos_token_ids)
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
             self._vocabulary = self._pool.submit(Vocabulary, tokenizer_json, self._vocab_size, eos_token_ids)
 
@@ -68,10 +71,15 @@ class Grammars:
         if grammar and len(self._compiling) >= MAX_COMPILING:
             raise Overloaded(f"{len(self._compiling)} grammars wait to be compiled", retry_after_s=1.0)
 
-    def open(self, requests: Sequence[Request], grammar: str) -> None:
-        """Requests just taken in, all with this grammar; with "" nothing is to be done."""
+    def open(self, requests: Sequence[Request], grammar: str, min_tokens: int = 0) -> None:
+        """Requests just taken in, all with this grammar; with "" nothing is to be done.
+
+        min_tokens  none of them ends before it has so many, unless its grammar has to
+        """
         if not grammar:
             return
+        if min_tokens:
+            self._min_tokens |= {request.key: min_tokens for request in requests}
         kept = self._kept.get(grammar)
         if kept is not None:
             self._kept.move_to_end(grammar)
@@ -83,6 +91,7 @@ class Grammars:
 
     def close(self, request: Request) -> None:
         self._walkers.pop(request.key, None)
+        self._min_tokens.pop(request.key, None)
 
     def poll(self) -> list[tuple[Request, str]]:
         """Let requests whose grammar is ready be scheduled; returns those whose grammar failed, and why."""
@@ -125,10 +134,16 @@ class Grammars:
             position = work.start + work.num_new
             assert position == len(request.tokens), f"a mask for position {position} of {request}"
             walker = self._walkers[request.key]
-            found[work.row] = np.frombuffer(walker.mask(), np.int32)
+            mask = np.frombuffer(walker.mask(), np.int32)
+            found[work.row] = _without(mask, self._unwanted_ends(request))
             if walker.error:
                 self._failed.append((request, walker.error))
         return found
+
+    def _unwanted_ends(self, request: Request) -> frozenset[int]:
+        if request.num_generated < self._min_tokens.get(request.key, 0):
+            return request.stop_ids
+        return self._eos_token_ids if request.sampling.ignore_eos else frozenset()
 
     def _compiled(self, grammar: str) -> Walker:
         """Runs in the pool, behind the making of the vocabulary."""
@@ -141,3 +156,14 @@ class Grammars:
             if request.reason is None:
                 self._walkers[request.key] = walker.copy()
                 request.grammar_ready = True
+
+
+def _without(mask: npt.NDArray[np.int32], ids: frozenset[int]) -> npt.NDArray[np.int32]:
+    """The mask without these ids; as it is if nothing else would be left."""
+    if not ids:
+        return mask
+    fewer = mask.copy()
+    words = fewer.view(np.uint32)
+    for token in ids:
+        words[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    return fewer if fewer.any() else mask

@@ -89,7 +89,7 @@ class Choice:
         if update.finished is not None and update.finished.reason == FinishReason.ERROR.value:
             raise RequestFailed(update.finished.message or "the engine could not finish this request")
         ids = update.ids
-        shown = ids if self._stop_ids.isdisjoint(ids) else self._shown(ids)
+        shown = ids if self._stop_ids.isdisjoint(ids) else self._shown(ids, update.finished)
         self.num_tokens += len(ids)
         num_ready = self.num_tokens
         piece = self._stream.feed(shown) if self._stream is not None else None
@@ -111,10 +111,12 @@ class Choice:
             return None
         return self._release(num_ready)
 
-    def _shown(self, ids: list[int]) -> list[int]:
-        """The ids whose text is shown: those before a stop id that ends the choice."""
+    def _shown(self, ids: list[int], finished: Finished | None) -> list[int]:
+        """The ids whose text is shown: those before a stop id that ends the choice, be it by its grammar's order."""
         if self._sampling.include_stop_str_in_output:
             return ids
+        if finished is not None and finished.stop_token == ids[-1]:
+            return ids[:-1]
         for i, token in enumerate(ids):
             if token in self._stop_ids and self.num_tokens + i + 1 > self._sampling.min_tokens:
                 return ids[:i]
