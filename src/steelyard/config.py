@@ -20,6 +20,7 @@ KV_CACHES = ("on", "off")
 KV_ALLOCATIONS = ("paged", "contiguous", "contiguous-max")
 ATTENTION_BACKENDS = ("auto", "triton", "cpu", "sdpa", "naive", "flashinfer", "reference")
 MAX_BATCH_TIMEOUT_S = 10.0
+MAX_SLO_MS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +203,8 @@ class ServerConfig:
             if not getattr(self, name) > 0:
                 raise StartError(f"--{name.removesuffix('_s').replace('_', '-')} must be above 0 s")
         for name in ("ttft_slo_ms", "tpot_slo_ms"):
-            if not (getattr(self, name) is None or getattr(self, name) > 0):
-                raise StartError(f"--{name.replace('_', '-')} must be above 0 ms")
+            if not (getattr(self, name) is None or 0 < getattr(self, name) <= MAX_SLO_MS):
+                raise StartError(f"--{name.replace('_', '-')} must be above 0 and at most {MAX_SLO_MS:g} ms")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise StartError("--ssl-keyfile and --ssl-certfile belong together: give both")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.cli.main import main
-from steelyard.errors import StartError
+from steelyard.errors import InvalidRequest, StartError
 from steelyard.server.errors import Unauthorized
-from steelyard.server.tenants import hash_key, load_tenants, read_keys
+from steelyard.server.tenants import Tenant, hash_key, load_tenants, read_keys
 
 KEY = hash_key("sk-one")
 
@@ -59,6 +59,9 @@ def test_without_keys_everybody_is_the_operator() -> None:
         ("[[tenant]]\nkeys = []", "at least one of keys"),
         (f'[[tenant]]\nkeys = ["{KEY}"]', "needs a name"),
         ('[[tenant]]\nname = "a"\nkeys = ["sk-plain"]', "sha256:"),
+        ('[[tenant]]\nname = "a"\nkeys = 5', "at least one of keys"),
+        (f'[[tenant]]\nname = "a"\nkeys = ["{KEY}"]\nttft_slo_ms = inf', "ttft_slo_ms cannot be inf"),
+        (f'[[tenant]]\nname = "a"\nkeys = ["{KEY}"]\npriority = -2\nmin_priority = -1', "below its min_priority"),
         (f'[[tenant]]\nname = "a"\nkeys = ["{KEY}"]\nwieght = 1', "wieght is not a field"),
         (f'[[tenant]]\nname = "a"\nkeys = ["{KEY}"]\nweight = 0', "weight cannot be 0"),
         (f'[[tenant]]\nname = "a"\nkeys = ["{KEY}"]\nmax_concurrent_requests = true', "max_concurrent_requests"),
@@ -83,3 +86,23 @@ def test_a_key_file_has_a_key_a_line(tmp_path: Path) -> None:
         read_keys(path)
     with pytest.raises(StartError, match="missing"):
         read_keys(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("tenant", "lowest"),
+    [
+        (Tenant("a"), 0),
+        (Tenant("a", priority=-3), -3),
+        (Tenant("a", priority=4), 0),
+        (Tenant("a", min_priority=2, priority=4), 2),
+        (Tenant("a", operator=True, min_priority=-7), -7),
+        (Tenant("a", operator=True), None),
+    ],
+)
+def test_a_tenant_goes_no_further_forward_than_it_may(tenant: Tenant, lowest: int | None) -> None:
+    tenant.check_priority(-(2**63) if lowest is None else lowest)
+    if lowest is not None:
+        with pytest.raises(
+            InvalidRequest, match=f"priority: must be at least {lowest} for this tenant, got {lowest - 1}"
+        ):
+            tenant.check_priority(lowest - 1)

@@ -103,6 +103,7 @@ class Front:
         )
         if not self._tenants.open:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_tenants_again, service)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         self.server = DrainingServer(create_app(service), service, on_listening)
         running = None
         if place is not None:
@@ -131,23 +132,32 @@ class Front:
             self.server.engine_died(*value)
 
     def _read_tenants_again(self, service: Service) -> None:
-        """SIGHUP: the files of keys have changed. A mistake in them changes nothing."""
-        try:
-            tenants = tenants_of(self._config, self._tenants.server_key)
-        except StartError as error:
-            log.error("the tenants stay as they were: %s", error.message)
-            return
-        if tenants.open:
-            log.error("the tenants stay as they were: without any key everybody would be an operator")
-            return
-        service.set_tenants(tenants)
-        log.warning("the tenants were read again: %s", ", ".join(tenants.all))
+        """SIGHUP: the files of keys have changed."""
+        tenants = read_again(self._config, self._tenants)
+        if tenants is not None:
+            service.set_tenants(tenants)
+            log.warning("the tenants were read again: %s", ", ".join(tenants.all))
 
 
 def tenants_of(http: ServerConfig, server_key: bytes | None = None) -> Tenants:
     """Of the flags and files. Raises StartError."""
     keys = [*http.api_key, *(read_keys(Path(http.api_key_file)) if http.api_key_file else [])]
     return load_tenants(Path(http.tenants) if http.tenants else None, keys, server_key)
+
+
+def read_again(http: ServerConfig, before: Tenants) -> Tenants | None:
+    """What the files of keys say now, under the same server key. A mistake in them is logged, and changes nothing."""
+    if before.open:
+        return None
+    try:
+        tenants = tenants_of(http, before.server_key)
+    except StartError as error:
+        log.error("the tenants stay as they were: %s", error.message)
+        return None
+    if tenants.open:
+        log.error("the tenants stay as they were: without any key everybody would be an operator")
+        return None
+    return tenants
 
 
 async def _run(front: Front, place: Place, sock: socket.socket) -> int:
@@ -169,9 +179,8 @@ async def _run(front: Front, place: Place, sock: socket.socket) -> int:
 
 
 def main() -> int:
-    """Read the start line and serve."""
+    """Read the start line and serve. SIGHUP is blocked from birth, and heard once there is a handler for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     place = Place(**start["place"])
@@ -180,7 +189,7 @@ def main() -> int:
     logs.set_up(http.log_format)
     try:
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
-        front = Front(http, config, checkpoint, tenants_of(http, bytes.fromhex(start["server_key"])))
+        front = Front(http, config, checkpoint, Tenants.of_plain(start["tenants"], bytes.fromhex(start["server_key"])))
         with socket.socket(fileno=place.fd) as sock:
             return uvloop.run(_run(front, place, sock))
     except StartError as error:

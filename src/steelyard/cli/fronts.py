@@ -19,12 +19,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from steelyard.cli.front import Place
+from steelyard.cli.front import Place, read_again
 from steelyard.config import EngineConfig, ServerConfig
 from steelyard.server.siblings import Hub
+from steelyard.server.tenants import Tenants
 from steelyard.server.usage import SharedUsage
 
 MAX_DEATHS = 3
@@ -44,14 +46,14 @@ class Fronts:
         engine_config: EngineConfig,
         sockets: Sequence[socket.socket],
         address: str,
-        server_key: bytes,
+        tenants: Tenants,
     ) -> None:
         folder = Path(address.removeprefix("ipc://")).parent
         self._config = config
         self._engine_config = engine_config
         self._sockets = sockets
         self._address = address
-        self._server_key = server_key
+        self._tenants = tenants
         self._paths = {"usage": str(folder / "usage"), "hub": str(folder / "hub")}
         self._usage = SharedUsage(folder / "usage", 0, config.api_server_count)
         self._hub = Hub(self._listens)
@@ -69,7 +71,8 @@ class Fronts:
         self._on_listening = on_listening
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, self._signal, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, self._read_tenants_again)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         await self._hub.open(self._paths["hub"])
         try:
             for index in range(self._config.api_server_count):
@@ -98,27 +101,34 @@ class Fronts:
     def _start(self, index: int) -> None:
         sock = self._sockets[index]
         place = Place(index, self._config.api_server_count, sock.fileno(), self._address, **self._paths)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "steelyard.cli.front"],
-            stdin=subprocess.PIPE,
-            pass_fds=[sock.fileno()],
-            start_new_session=True,
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # inherited: a half-made one hears it later
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "steelyard.cli.front"],
+                stdin=subprocess.PIPE,
+                pass_fds=[sock.fileno()],
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert process.stdin is not None
         start = {
             "place": asdict(place),
             "server": asdict(self._config),
             "engine": asdict(self._engine_config),
-            "server_key": self._server_key.hex(),
+            "tenants": self._tenants.plain(),
+            "server_key": self._tenants.server_key.hex(),
         }
-        process.stdin.write(json.dumps(start).encode() + b"\n")
-        process.stdin.flush()
         self._running[index] = process
+        with suppress(BrokenPipeError):  # it has died already, which is noticed where they are watched
+            process.stdin.write(json.dumps(start).encode() + b"\n")
+            process.stdin.flush()
 
     def _ended(self, index: int, process: subprocess.Popen[bytes], code: int) -> None:
         del self._running[index]
         assert process.stdin is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):  # of a start line that was never read
+            process.stdin.close()
         self._hub.lost(index)
         self._usage.forget(index)
         if self._stopping:
@@ -145,6 +155,13 @@ class Fronts:
         if len(self._listening) == self._config.api_server_count and self._on_listening is not None:
             self._on_listening()
             self._on_listening = None
+
+    def _read_tenants_again(self) -> None:
+        """Kept here too: a front end that is started later gets what the others have, and not what is on disk then."""
+        tenants = read_again(self._config, self._tenants)
+        if tenants is not None:
+            self._tenants = tenants
+            self._signal(signal.SIGHUP)
 
     def _stop(self) -> None:
         """A signal to end: the first drains, the second ends at once, as in a server of one process."""

@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     logs.set_up(http.log_format)
     config = engine_config(args)
     tenants = tenants_of(http)
+    if not tenants.open:  # it means "read them again", and is heard once somebody serves
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     with ExitStack() as stack:
         sockets = [stack.enter_context(sock) for sock in bound(http)]
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)
@@ -149,8 +151,7 @@ class _Serving:
     async def _serve(self, client: EngineClient, address: str) -> int:
         if self._front is not None:
             return await self._front.serve(client, self._sockets[0], self._say_where)
-        key = self._tenants.server_key
-        self._fronts = Fronts(self._config, self._engine_config, self._sockets, address, key)
+        self._fronts = Fronts(self._config, self._engine_config, self._sockets, address, self._tenants)
         return await self._fronts.run(self._say_where)
 
     def _engine_ended(self, client: EngineClient, exit_code: int) -> None:

@@ -133,6 +133,8 @@ class Service:
                     param=name,
                     code="unsupported_parameter",
                 )
+        if body.priority is not None:
+            tenant.check_priority(body.priority)
         return Terms(
             tenant=tenant.name,
             namespace=self.tenants.namespace(tenant, body.cache_salt),

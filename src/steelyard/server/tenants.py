@@ -13,11 +13,12 @@ import hmac
 import secrets
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import StartError
+from steelyard.config import MAX_SLO_MS
+from steelyard.errors import InvalidRequest, StartError, reason
 from steelyard.server.errors import Forbidden, Unauthorized
 
 KEY_PREFIX = "sk-steelyard-"
@@ -34,6 +35,7 @@ class Tenant:
     ttft_slo_ms ...  targets of its requests that bring none, under slo scheduling
     operator         sees every tenant and may change the server's state
     priority         of its requests that name none; lower goes first
+    min_priority     the lowest its requests may name; None: 0, or `priority` if that is lower, and any for an operator
     max_...          its own limits, None: none; in-flight tokens are prompts and outputs of requests being served
     label            its name on metrics
     """
@@ -43,12 +45,25 @@ class Tenant:
     weight: float = 1.0
     operator: bool = False
     priority: int = 0
+    min_priority: int | None = None
     max_concurrent_requests: int | None = None
     max_in_flight_tokens: int | None = None
     max_tokens_per_minute: int | None = None
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     label: str = ""
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequest for one that would put its request before what this tenant is entitled to."""
+        least = self.min_priority
+        if least is None and not self.operator:
+            least = min(0, self.priority)
+        if least is not None and priority < least:
+            raise InvalidRequest(
+                f"priority: must be at least {least} for this tenant, got {priority}; lower goes first, and how low a "
+                "tenant may go is the operator's choice (min_priority in the --tenants file)",
+                param="priority",
+            )
 
 
 class Tenants:
@@ -94,6 +109,15 @@ class Tenants:
         gone = {tenant.name for digest, tenant in self._by_hash if kept.get(digest) != tenant.name}
         return [self.namespace(self.all[name]) for name in sorted(gone)]
 
+    def plain(self) -> list[dict[str, Any]]:
+        """Of JSON's types, for `of_plain` in another process."""
+        return [asdict(one) | {"key_hashes": [digest.hex() for digest in one.key_hashes]} for one in self.all.values()]
+
+    @classmethod
+    def of_plain(cls, tenants: list[dict[str, Any]], server_key: bytes) -> Tenants:
+        hashes = [tuple(map(bytes.fromhex, one["key_hashes"])) for one in tenants]
+        return cls([Tenant(**one | {"key_hashes": of}) for one, of in zip(tenants, hashes)], server_key)
+
     def _mac(self, kind: bytes, text: str) -> bytes:
         return hmac.digest(self.server_key, kind + b"\0" + text.encode(), "sha256")[:NAMESPACE_BYTES]
 
@@ -126,7 +150,7 @@ def load_tenants(path: Path | None, keys: Sequence[str], server_key: bytes | Non
         try:
             raw = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise StartError(f"--tenants {path}: {error}") from None
+            raise StartError(f"--tenants {path}: {reason(error)}") from None
         entries = raw.pop("tenant", [])
         if raw or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise StartError(f"--tenants {path}: must hold [[tenant]] tables and nothing else")
@@ -149,8 +173,9 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Callable[[Any], bool]]] = {
     "weight": ((int, float), lambda value: 0 < value < 1e9),
     "operator": (bool, lambda value: True),
     "priority": (int, lambda value: abs(value) < 2**31),
-    "ttft_slo_ms": ((int, float), lambda value: value > 0),
-    "tpot_slo_ms": ((int, float), lambda value: value > 0),
+    "min_priority": (int, lambda value: abs(value) < 2**31),
+    "ttft_slo_ms": ((int, float), lambda value: 0 < value <= MAX_SLO_MS),
+    "tpot_slo_ms": ((int, float), lambda value: 0 < value <= MAX_SLO_MS),
     **{name: (int, lambda value: value > 0) for name in _LIMITS},
 }
 
@@ -158,7 +183,8 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Callable[[Any], bool]]] = {
 def _tenant(path: Path, entry: dict[str, Any]) -> Tenant:
     name = entry.get("name")
     where = f"--tenants {path}: tenant {name!r}"
-    hashes = tuple(_digest(where, key) for key in entry.pop("keys", []))
+    keys = entry.pop("keys", [])
+    hashes = tuple(_digest(where, key) for key in keys) if isinstance(keys, list) else ()
     if not hashes or name is None:
         raise StartError(f"{where}: needs a name and at least one of keys (see `steelyard keys new`)")
     for field, value in entry.items():
@@ -167,7 +193,10 @@ def _tenant(path: Path, entry: dict[str, Any]) -> Tenant:
         kind, ok = _FIELDS[field]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not ok(value):
             raise StartError(f"{where}: {field} cannot be {value!r}")
-    return Tenant(key_hashes=hashes, **entry)
+    tenant = Tenant(key_hashes=hashes, **entry)
+    if tenant.min_priority is not None and tenant.priority < tenant.min_priority:
+        raise StartError(f"{where}: priority {tenant.priority} is below its min_priority {tenant.min_priority}")
+    return tenant
 
 
 def _digest(where: str, key: object) -> bytes:
@@ -186,7 +215,7 @@ def read_keys(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeError) as error:
-        raise StartError(f"--api-key-file {path}: {error}") from None
+        raise StartError(f"--api-key-file {path}: {reason(error)}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise StartError(f"--api-key-file {path}: has no key in it")
