@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from steelyard.cli.durations import duration, size
-from steelyard.cli.explain import bar, explain, sentence
+from steelyard.cli.explain import _parts, bar, explain, sentence
 from steelyard.cli.main import main
 from steelyard.cli.timeline import picture, timeline
 
@@ -53,11 +53,13 @@ RECORD: dict[str, Any] = {
 }
 
 
+SLOWEST: dict[str, Any] = RECORD["choices"][0]["engine"]["slowest_steps"][0]
+
+
 def slow(**causes: int) -> dict[str, Any]:
     """The request with other causes of its slowest step."""
     engine = RECORD["choices"][0]["engine"]
-    step = engine["slowest_steps"][0]
-    changed = {**step, "causes": {**step["causes"], **causes}}
+    changed = {**SLOWEST, "causes": {**SLOWEST["causes"], **causes}}
     return {**RECORD, "choices": [{"index": 0, "engine": {**engine, "slowest_steps": [changed]}}]}
 
 
@@ -72,16 +74,36 @@ def test_a_request_is_told_with_its_numbers() -> None:
         assert any(name in line and share in line for line in text.splitlines())
 
 
-def test_parts_are_told_in_order_and_what_is_negative_is_taken_off() -> None:
+def test_parts_of_a_step_shorter_than_expected_shrink_alike_to_the_step() -> None:
     text = explain(slow(own_ns=37_000_000, others_prefill_rows=3, residual_ns=-32_000_000))
-    assert "40.0 ms, 37.0 ms were its own work, 31.0 ms prefill chunks of 3 other requests (2,048 tokens)" in text
-    assert text.count("less 32.0 ms not explained") == 1
+    assert (
+        "40.0 ms, 20.1 ms were its own work, 16.8 ms prefill chunks of 3 other requests (2,048 tokens), 2.0 ms" in text
+    )
+    assert "; by the rates of other steps such work takes 32.0 ms longer." in text
+    assert "not explained" not in text
+
+
+@pytest.mark.parametrize("residual_ns", [-738_500_000, -1, 0, 5])
+def test_no_part_is_larger_than_the_whole(residual_ns: int) -> None:
+    amounts_ns = {"own_ns": 5_500_000, "others_prefill_ns": 771_000_000 - residual_ns, "others_decode_ns": 0}
+    step = {
+        **SLOWEST,
+        "device_ns": 776_500_000,
+        "causes": {**SLOWEST["causes"], **amounts_ns, "residual_ns": residual_ns},
+    }
+    parts = [ns for ns, _ in _parts(step)]
+    assert all(0 <= ns <= step["device_ns"] for ns in parts)
+    assert 0 <= step["device_ns"] + sum(step["gaps_ns"].values()) - sum(parts) < 5  # each is rounded down
+
+
+def test_before_there_are_rates_nothing_is_told_apart_and_that_is_said() -> None:
+    text = explain(slow(own_ns=0, others_prefill_ns=0, others_decode_ns=0, residual_ns=38_000_000))
+    assert "40.0 ms, 38.0 ms were not told apart yet: fewer than 64 steps had run, 2.0 ms the device waiting" in text
 
 
 def test_others_are_one_number_to_a_tenant_and_holders_are_not_told() -> None:
-    step = RECORD["choices"][0]["engine"]["slowest_steps"][0]
     causes = {"own_ns": 1, "padding_ns": 0, "overhead_ns": 0, "residual_ns": 0, "others_ns": 5_000_000}
-    engine = {"kv_held": None, "slowest_steps": [{**step, "causes": causes}]}
+    engine = {"kv_held": None, "slowest_steps": [{**SLOWEST, "causes": causes}]}
     mine = explain({**RECORD, "choices": [{"index": 0, "engine": engine}]})
     assert "5.0 ms were other requests' work," in mine
     assert "for KV blocks; its first token" in mine

@@ -234,6 +234,20 @@ def test_a_request_is_explained_by_its_slowest_steps() -> None:
     assert ask(harness, "step 99999") is None
 
 
+def test_a_step_from_before_there_were_rates_is_explained_by_those_of_now() -> None:
+    harness = Harness()
+    harness.submit("early", [5] * 20, max_tokens=10)
+    harness.run()
+    [before] = ask(harness, "request early")[0]["slowest_steps"][:1]
+    assert before["causes"]["residual_ns"] == before["device_ns"] > 0
+    harness.submit("later", [5] * 20, max_tokens=100)
+    harness.run()
+    [now] = ask(harness, "request early")[0]["slowest_steps"][:1]
+    assert now["id"] == before["id"] and now["expected_ns"] is None and now["rates"].startswith("fitted")
+    assert now["causes"]["own_ns"] > 0
+    assert sum(v for name, v in now["causes"].items() if name.endswith("_ns")) == now["device_ns"]
+
+
 def test_live_requests_and_the_block_map_are_shown_while_they_run() -> None:
     harness = Harness()
     harness.submit("a", list(range(30)), max_tokens=20, n=2)

@@ -143,25 +143,39 @@ def _slowest(record: dict[str, Any]) -> list[str]:
     for choice in record.get("choices", ()):
         for step in ((choice.get("engine") or {}).get("slowest_steps") or [])[:1]:
             what = "token" if step.get("kind", "decode") == "decode" else "step (it has one token at most)"
-            parts = sorted(_parts(step), reverse=True)
-            first, *rest = [f"{duration(ns)} were {words}" for ns, words in parts if ns > 0]
-            rest = [part.replace(" were ", " ") for part in rest]
-            left = [f"less {duration(-ns)} {words}" for ns, words in parts if ns < 0]
             found.append(
-                f"Choice {choice['index']}: of its slowest {what}'s {duration(step['span_ns'])}, "
-                f"{', '.join([first, *rest, *left])}."
+                f"Choice {choice['index']}: of its slowest {what}'s {duration(step['span_ns'])}, {_told(step)}."
             )
     return found
 
 
-def _parts(step: dict[str, Any]) -> list[tuple[int, str]]:
-    """A step's time as one request met it, in words. They sum to the step and the wait before it."""
+def _told(step: dict[str, Any]) -> str:
+    """The parts of a step, none larger than the whole, and how far the model of a step was off."""
     causes = step["causes"]
+    (first_ns, first), *rest = [(ns, words) for ns, words in sorted(_parts(step), reverse=True) if ns > 0]
+    text = ", ".join([f"{duration(first_ns)} were {first}", *(f"{duration(ns)} {words}" for ns, words in rest)])
+    if causes["residual_ns"] < 0:
+        text += f"; by the rates of other steps such work takes {duration(-causes['residual_ns'])} longer"
+    return text
+
+
+def _parts(step: dict[str, Any]) -> list[tuple[int, str]]:
+    """A step's time as one request met it, in words. They sum to the step and the wait before it.
+
+    In a step shorter than the model expects all its parts shrink alike, as the shares of its cost do.
+    """
+    causes, residual_ns, gap_ns = step["causes"], step["causes"]["residual_ns"], sum(step["gaps_ns"].values())
+    amounts_ns = {name: ns for name, ns in causes.items() if name.endswith("_ns") and name != "residual_ns"}
+    expected_ns = sum(amounts_ns.values())
+    if residual_ns < 0:
+        shrunk_ns = {name: ns * (expected_ns + residual_ns) // expected_ns for name, ns in amounts_ns.items()}
+        causes = {**causes, **shrunk_ns}
+    why = "not explained" if expected_ns else "not told apart yet: fewer than 64 steps had run"
     parts = [
         (causes["own_ns"], "its own work"),
         (causes["padding_ns"] + causes["overhead_ns"], "the engine's (padding, overhead)"),
-        (causes["residual_ns"], "not explained"),
-        (sum(step["gaps_ns"].values()), "the device waiting before it"),
+        (max(residual_ns, 0), why),
+        (gap_ns, "the device waiting before it"),
     ]
     if "others_ns" in causes:
         return [*parts, (causes["others_ns"], "other requests' work")]

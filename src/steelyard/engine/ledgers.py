@@ -216,7 +216,8 @@ class Ledgers:
     def _slowest(self, account: Account) -> list[dict[str, Any]]:
         """The longest kept steps the request took part in, and what made them long for it.
 
-        Those that brought it a token after its first come first: they are the gaps its reader saw.
+        Those that brought it a token after its first come first: they are the gaps its reader saw. A step from before
+        there were rates is explained by those of now.
         """
 
         def order(item: tuple[StepEntry, int]) -> tuple[bool, int]:
@@ -224,15 +225,17 @@ class Ledgers:
             return kind_of(entry.rows, at) != "decode", -entry.span_ns
 
         found = sorted(self.book.steps_of(account.tickets), key=order)[:_SLOWEST]
+        rates = [entry.rates if entry.rates.is_known else self.book.rates for entry, _ in found]
         return [
             {
                 **self._step(entry),
+                "rates": by.source,
                 "own_cost_ns": int(entry.shares_ns[at]),
                 "start": int(entry.rows.starts[at]),
                 "kind": kind_of(entry.rows, at),
-                "causes": causes(entry.device_ns, entry.rows, at, entry.rates, entry.timing.padded_tokens).as_dict(),
+                "causes": causes(entry.device_ns, entry.rows, at, by, entry.timing.padded_tokens).as_dict(),
             }
-            for entry, at in found
+            for (entry, at), by in zip(found, rates)
         ]
 
 
