@@ -78,8 +78,8 @@ def run_selftest(make: Make, load: Load) -> Iterator[Outcome]:
     longest = max(map(len, prompts)) + load.max_tokens
     if longest > alone.engine.runner.caps.max_model_len:
         raise InvalidRequest(
-            f"prompt and output of {longest} tokens are more than the context of "
-            f"{alone.engine.runner.caps.max_model_len}; ask for less",
+            f"--prompt-len {load.prompt_len} and --max-tokens {load.max_tokens} need {longest} tokens for the crowd's "
+            f"longest, more than the context of {alone.engine.runner.caps.max_model_len}; ask for less",
             param="prompt_len",
         )
     size = alone.engine.runner.caps.block_size
