@@ -5,6 +5,7 @@ Who has which connection is read from /proc, as Linux has it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
+from steelyard.server.metrics import Metrics
+from steelyard.server.siblings import Hub, Link
 from steelyard.server.tenants import hash_key
 from tests import tiny_model
 from tests.cases.rig import Server, wait_for
@@ -85,7 +88,8 @@ def owner(server: Server, sock: socket.socket) -> int:
     """Which front end has the other end of a connection."""
     port = sock.getsockname()[1]
     with open("/proc/net/tcp") as table:
-        [inode] = [c[9] for c in map(str.split, table) if c[2].endswith(f":{port:04X}") and c[1] != c[2]]
+        ends = (f":{server.port:04X}", f":{port:04X}")  # both: elsewhere on the machine one of them may be in use too
+        [inode] = [c[9] for c in map(str.split, table) if (c[1][-5:], c[2][-5:]) == ends]
     for pid in fronts(server):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             try:
@@ -144,6 +148,35 @@ def test_whichever_front_end_answers_it_speaks_for_all(server: Server) -> None:
         found = anew(server, "GET", f"/ledger/requests/{id}", TENANT)
         assert (found.status_code, found.json()["id"]) == (200, id)
     assert anew(server, "GET", "/ledger/requests/nothing").status_code == 404
+
+
+def test_what_a_front_end_has_shown_as_counted_stays_counted_when_it_dies(tmp_path: Path) -> None:
+    shown = Metrics()
+    shown.lost_lines.add(3, "server")
+
+    async def nothing(what: str, value: Any) -> Any:
+        return Metrics().snapshot()
+
+    async def total() -> Metrics:
+        hub, path, links = Hub(lambda index: None), str(tmp_path / "hub"), list[Link]()
+        await hub.open(path)
+        for index in range(2):
+            links.append(Link(*await asyncio.open_unix_connection(path), nothing))
+            running.append(asyncio.ensure_future(links[-1].run()))
+            await links[-1].ask("listening", index)
+        await links[0].ask("metrics", shown.snapshot())
+        hub.lost(0)
+        found = Metrics()
+        for snapshot in await links[1].ask("metrics", Metrics().snapshot()):
+            found.add(snapshot)
+        hub.close()
+        for link in links:
+            link.close()
+        await asyncio.gather(*running)
+        return found
+
+    running: list[asyncio.Future[None]] = []
+    assert asyncio.run(total()).snapshot() == shown.snapshot()
 
 
 def test_a_kept_response_is_found_and_forgotten_by_every_front_end(server: Server) -> None:

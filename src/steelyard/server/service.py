@@ -101,11 +101,12 @@ class Service:
 
     async def all_metrics(self) -> Metrics:
         """What this process and the other front ends have counted."""
-        others = await self.ask_others("metrics", None)
+        own = self.metrics.snapshot()
+        others = await self.ask_others("metrics", own)
         if not others:
             return self.metrics
         total = Metrics()
-        for snapshot in (self.metrics.snapshot(), *others):
+        for snapshot in (own, *others):
             total.add(snapshot)
         return total
 

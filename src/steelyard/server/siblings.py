@@ -156,10 +156,12 @@ class Hub:
 
     async def answer(self, index: int, what: str, value: Any) -> list[Any]:
         """What all front ends but `index` say; of what is counted, also what is remembered of those that are gone."""
-        answers = await self._gather(what, value, index)
         if what != "metrics":
-            return list(answers.values())
-        self._counted |= answers
+            return list((await self._gather(what, value, index)).values())
+        answers = await self._gather(what, None, index)
+        self._counted |= {i: answer for i, answer in answers.items() if i in self._links}
+        if index in self._links and value is not None:
+            self._counted[index] = value  # it shows them: should it die, they stay
         return [self._retired.snapshot(), *(counted for i, counted in self._counted.items() if i != index)]
 
     async def _gather(self, what: str, value: Any, but: int) -> dict[int, Any]:
