@@ -234,6 +234,17 @@ def test_a_request_is_explained_by_its_slowest_steps() -> None:
     assert ask(harness, "step 99999") is None
 
 
+def test_a_step_is_written_down_when_the_device_has_begun_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, order = Harness(), list[str]()
+    for owner, name in ((harness.runner, "runner"), (harness.engine.ledgers, "ledgers")):
+        method = "launch" if name == "runner" else "launched"
+        call = getattr(owner, method)
+        monkeypatch.setattr(owner, method, lambda *given, call=call, name=name: (order.append(name), call(*given))[1])
+    harness.submit("a", [1, 2, 3], max_tokens=4)
+    harness.run()
+    assert order == ["runner", "ledgers"] * 4
+
+
 def test_a_step_from_before_there_were_rates_is_explained_by_those_of_now() -> None:
     harness = Harness()
     harness.submit("early", [5] * 20, max_tokens=10)

@@ -192,8 +192,8 @@ class Engine:
             plan = None
             messages += self._fail_all("scheduling", error)
         if plan is not None:
-            self.ledgers.launched(plan, self.scheduler.request_at)
             self._flights.append(self._run("launch", self.runner.launch, plan))
+            self.ledgers.launched(plan, self.scheduler.request_at)  # a device is at work already
             launched, masked = True, bool(plan.masked)
         collected = bool(self._flights) and (not launched or len(self._flights) > self._max_ahead)
         behind = len(self._flights) > 1  # the masks of this step hang on the tokens of the one before

@@ -1,6 +1,6 @@
 """The engine's hooks into its ledgers, and the answers to questions about them.
 
-    submit -> opened      schedule -> launched      collect -> committed -> scheduler.commit -> (moves are watched)
+    submit -> opened      launch -> launched      collect -> committed -> scheduler.commit -> (moves are watched)
 
 A hook costs microseconds; what people read is made when they ask. Nothing here changes what is served.
 """

@@ -31,7 +31,7 @@ DESCRIPTIONS: dict[State, str] = {
     State.AUTH: "checking the declared size and the key",
     State.TOKENIZE: "chat template and tokenizer",
     State.WIRE: "between server and engine, there and back",
-    State.WAIT_STEP_BOUNDARY: "for the step that was running, and the next scheduling pass",
+    State.WAIT_STEP_BOUNDARY: "for the step that was running to end",
     State.WAIT_SLOT: "for a row: max_num_seqs requests were running",
     State.WAIT_KV: "for KV blocks",
     State.WAIT_BUDGET: "for tokens of the step's budget",
