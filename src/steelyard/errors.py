@@ -78,3 +78,8 @@ class CheckpointError(StartError):
     """A model's files are missing, damaged or of an unsupported kind; the message names the file or tensor."""
 
     code = "bad_checkpoint"
+
+
+def reason(error: Exception) -> str:
+    """Why it failed, in words for a user: an OSError without its number and the path, which the caller has named."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
