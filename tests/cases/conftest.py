@@ -17,7 +17,7 @@ import pytest
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.text.tokenizer import Tokenizer
 from tests import tiny_model
-from tests.cases.case_list import UNREACHED
+from tests.cases.case_list import INAPPLICABLE
 from tests.cases.configurations import CONFIGURATIONS, POLICIES, RIG, SCRIPTED
 from tests.cases.rig import Answer, Server
 
@@ -122,10 +122,9 @@ def prompts() -> Callable[[int], list[int]]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"{len(UNREACHED)} reported faults have no case yet; each needs:")
-    for need in sorted(set(UNREACHED.values())):
-        cases = " ".join(case for case, what in UNREACHED.items() if what == need)
-        terminalreporter.write_line(f"    {cases}: {need}")
+    terminalreporter.write_line("reported faults that cannot arise here:")
+    for case, why in INAPPLICABLE.items():
+        terminalreporter.write_line(f"    {case}: {why}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
