@@ -27,7 +27,8 @@ def split(amount: int, weights: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
     num_up = amount - int(_sum(parts))
     assert abs(num_up) <= num_parts, f"{num_up} of {amount} ns are left over"
     if num_up > 0:
-        parts[np.argpartition(parts - exact, num_up - 1)[:num_up]] += 1
+        exact -= parts
+        parts[exact.argpartition(num_parts - num_up)[num_parts - num_up :]] += 1
     elif num_up < 0:  # shares a hair under a whole number were taken for it
         parts[np.argpartition(-parts, -num_up - 1)[:-num_up]] -= 1
     return parts
