@@ -88,6 +88,16 @@ def test_outputs_are_held_to_what_was_asked(llm: LLM) -> None:
         StructuredOutputs(regex="a", json_object=True)
 
 
+def test_a_grammar_that_fails_ends_its_own_prompt_and_not_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(grammar: str) -> None:
+        raise RuntimeError("no such grammar")
+
+    monkeypatch.setattr(llm.engine.grammars, "_before_compile", broken)
+    held = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputs(choice=("fails",)))
+    [output] = llm.generate("The", held)[0].outputs
+    assert output.finish_reason == "error" and "no such grammar" in (output.error or "")
+
+
 def test_texts_and_ids_agree_with_the_tokenizer(llm: LLM) -> None:
     [result] = llm.generate("The sea is", GREEDY)
     assert list(result.prompt_token_ids) == llm.encode("The sea is")

@@ -94,12 +94,24 @@ class EngineConfig:
             _at_least(flag, getattr(self, flag), 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         self._check_baselines()
+        self._check_deterministic()
         self._check_swap_space()
         if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):
             raise StartError(f"--block-size must be a power of two, got {self.block_size}")
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise StartError(f"--gpu-memory-utilization must be in (0, 1], got {share}")
+
+    def _check_deterministic(self) -> None:
+        obstacles = {
+            "device": (self.device == "cuda", "runs on a CPU; add --device cpu"),
+            "attention_backend": (self.attention_backend != "auto", "has its own attention; drop --attention-backend"),
+            "kv_cache_dtype": (self.kv_cache_dtype != "auto", "reads no fp8 pool; drop --kv-cache-dtype"),
+            "kv_window": (self.kv_window is not None, "has no bounded KV; drop --kv-window"),
+        }
+        for param, (stands, why) in obstacles.items():
+            if self.deterministic and stands:
+                raise StartError(f"--deterministic {why}", param=param)
 
     def _check_swap_space(self) -> None:
         if not 0.0 <= self.swap_space < float("inf"):
@@ -119,6 +131,12 @@ class EngineConfig:
             raise StartError(
                 "--batch-size and --batch-timeout belong to --batching static or dynamic; continuous batching "
                 "is limited by --max-num-seqs"
+            )
+        if self.num_speculative_tokens and (self.async_scheduling or self.kv_cache == "off"):
+            raise StartError(
+                "--num-speculative-tokens: guesses are checked with a KV cache and without --async-scheduling; "
+                "change that or leave it out",
+                param="num_speculative_tokens",
             )
         if self.batch_timeout is not None and not 0.0 <= self.batch_timeout <= MAX_BATCH_TIMEOUT_S:
             raise StartError(f"--batch-timeout must be 0 to {MAX_BATCH_TIMEOUT_S:g} s, got {self.batch_timeout:g}")

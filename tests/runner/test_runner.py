@@ -206,7 +206,7 @@ def test_memory_terms_sum_to_the_total(folder: Path) -> None:
 def test_sizes_that_cannot_be_are_refused_with_the_numbers(folder: Path) -> None:
     with pytest.raises(StartError, match=r"9999.*2048"):
         start(folder, max_model_len=9999)
-    with pytest.raises(StartError, match="one block takes"):
+    with pytest.raises(StartError, match="the least to serve with is"):
         start(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=10)
 
 

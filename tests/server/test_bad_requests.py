@@ -122,6 +122,19 @@ def test_a_bad_body_is_refused_with_the_path(served: Served, path: str, body: An
     assert not served.engine.submits
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'; it can be \"text\""),
+        (CHAT, {"messages": USER, "tool_choice": "x"}, 'it can be "auto" or "none" or "required"'),
+        ("/v1/embeddings", {"input": "x", "pooling": "max"}, 'it can be "last" or "mean"'),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, 'it can be "function"'),
+    ],
+)
+def test_a_word_that_is_none_of_a_few_is_refused_with_these(served: Served, path: str, body: Any, words: str) -> None:
+    assert words in check_error(served.post(path, body))["message"]
+
+
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     "raw",

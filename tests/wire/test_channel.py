@@ -219,6 +219,17 @@ def test_a_server_that_came_before_the_greeting_gets_it_too(engine: EngineSide, 
     server.side.close()
 
 
+def test_a_server_that_comes_later_gets_the_latest_report_behind_the_greeting(engine: EngineSide, address: str) -> None:
+    engine.greet(READY)
+    for message in FROM_ENGINE[:2]:
+        engine.report(message)
+    server = Collector(address)
+    while not engine.peers:
+        engine.recv(WAIT_MS)
+    assert server.take(2) == [READY, FROM_ENGINE[1]]
+    server.side.close()
+
+
 def test_each_server_gets_its_own_messages_and_the_broadcasts(engine: EngineSide, address: str) -> None:
     servers = [Collector(address) for _ in range(3)]
     for number, server in enumerate(servers):

@@ -25,6 +25,7 @@ import uvloop
 
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.checkpoint.find import open_checkpoint
+from steelyard.cli.early import check_early
 from steelyard.cli.front import Front, tenants_of
 from steelyard.cli.fronts import Fronts
 from steelyard.cli.listening import bound, is_public, shown_address
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     tenants = tenants_of(http)
     if not tenants.open:  # it means "read them again", and is heard once somebody serves
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    check_early(http)
     with ExitStack() as stack:
         sockets = [stack.enter_context(sock) for sock in bound(http)]
         checkpoint = open_checkpoint(config.model, "dummy" if config.script else config.load_format)

@@ -42,7 +42,8 @@ def run(engine: Engine, submits: Sequence[Submit]) -> Iterator[list[FromEngine]]
         while engine.has_work:
             with _uninterrupted():
                 messages = engine.step()
-            if not engine.progressed and engine.next_deadline_ns is None and not engine.grammars.wait():
+            is_stuck = not (engine.progressed or messages)
+            if is_stuck and engine.next_deadline_ns is None and not engine.grammars.wait():
                 status = engine.status()
                 if status.running == 0 and engine.scheduler.fills_a_batch(engine.clock_ns()):
                     time.sleep(_LOOK_AGAIN_S)

@@ -142,7 +142,7 @@ class Loop:
         now_ns = self._engine.clock_ns()
         if now_ns >= self._status_ns:
             self._status_ns = now_ns + STATUS_NS
-            self._channel.broadcast(self._engine.status())
+            self._channel.report(self._engine.status())
         for peer in self._channel.take_lost():
             for request_id in [id for id, owner in self._owners.items() if owner == peer]:
                 self._route(self._engine.stop(Stop(request_id, -1, "disconnect")))
@@ -153,8 +153,8 @@ def serve(config: EngineConfig, channel: EngineSide) -> int:
     try:
         engine = build_engine(config, imported_s=process_age_s())
     except SteelyardError as error:
-        _log.error("cannot start: %s", error.message)
-        _last_words(channel, error.message)
+        if not _last_words(channel, error.message):
+            _log.error("cannot start: %s", error.message)
         return EXIT_NO_START
     except Exception as error:
         _log.critical("starting failed", exc_info=error)
@@ -220,12 +220,14 @@ def _drain_on_sigterm(engine: Engine) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _last_words(channel: EngineSide, message: str) -> None:
-    """Tell every server, waiting a little for one that is still connecting."""
+def _last_words(channel: EngineSide, message: str) -> bool:
+    """Tell every server, waiting a little for one that is still connecting; whether there was one."""
     channel.greet(Fault(message))
     if not channel.peers:
         channel.recv(_LAST_WORDS_MS)
+    was_heard = bool(channel.peers)
     channel.close(linger_ms=_LAST_WORDS_MS)
+    return was_heard
 
 
 if __name__ == "__main__":

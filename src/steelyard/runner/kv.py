@@ -122,6 +122,10 @@ def kv_layout(computed: torch.dtype, held: torch.dtype, block_size: int, config:
     return f"{names[0]}/{'fp8' if held == FP8 else names[1]}/{bounded}{block_size}"
 
 
+LEAST_TOKENS = 128
+"""A pool sized by memory holds so many, or a whole context: a server that could answer nobody is not started."""
+
+
 def size_pool(
     shape: ModelShape, options: RunnerOptions, limits: Limits, budget: MemoryBudget, dtype_bytes: int
 ) -> tuple[int, ...]:
@@ -137,10 +141,13 @@ def size_pool(
         budget.check()
         available = budget.kv_bytes
     scale = min(pools.fit(available), limits.max_rows * max(pools.ratio))
-    if scale < 1:
+    least = -(-min(LEAST_TOKENS, limits.max_model_len) // limits.block_size)
+    if scale < least:
         raise StartError(
-            f"{available:,} bytes are left for the KV cache and one block takes {pools.bytes_at(1):,}; give more "
-            "memory (--kv-cache-memory-bytes, --gpu-memory-utilization) or a smaller --block-size",
+            f"{available:,} bytes are left for the KV cache, which are {scale * limits.block_size} tokens; the least "
+            f"to serve with is {least * limits.block_size}, in {pools.bytes_at(least):,} bytes. Give more memory "
+            "(--kv-cache-memory-bytes, --gpu-memory-utilization), or say how little it is to be with "
+            "--num-gpu-blocks-override",
             param="kv_cache_memory_bytes",
         )
     return pools.blocks_at(scale)

@@ -111,17 +111,10 @@ def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.de
     return FP8
 
 
-def check_invariant(options: RunnerOptions, device: torch.device) -> None:
-    """Raises StartError for what --deterministic cannot be had with."""
-    obstacles = {
-        "device": (device.type == "cuda", "runs on a CPU; add --device cpu"),
-        "attention_backend": (options.attention_backend != "auto", "has its own attention; drop --attention-backend"),
-        "kv_cache_dtype": (options.kv_cache_dtype != "auto", "reads no fp8 pool; drop --kv-cache-dtype"),
-        "kv_window": (options.kv_window is not None, "has no bounded KV; drop --kv-window"),
-    }
-    for param, (stands, why) in obstacles.items():
-        if stands:
-            raise StartError(f"--deterministic {why}", param=param)
+def check_invariant(device: torch.device) -> None:
+    """Raises StartError where --deterministic would land on a GPU; what else it excludes, the configuration knows."""
+    if device.type == "cuda":
+        raise StartError("--deterministic runs on a CPU; add --device cpu", param="device")
 
 
 def has_native_bfloat16() -> bool:

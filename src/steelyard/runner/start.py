@@ -41,7 +41,7 @@ def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Runner:
     """A runner that can launch steps. Raises StartError (CheckpointError for the model's files) saying what to do."""
     device = resolve_device(options.device)
     if options.backend == "invariant":
-        check_invariant(options, device)
+        check_invariant(device)
     if device.type == "cuda":
         # Found by name: it needs Triton, which a machine without a GPU need not have.
         start: Callable[..., Runner] = importlib.import_module("steelyard.runner.start_device").start_device_runner

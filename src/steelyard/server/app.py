@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Awaitable, Callable
+from types import ModuleType
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -86,16 +87,25 @@ def make_service(
 
 def load_spans(endpoint: str | None, model_name: str, clock_ns: Callable[[], int]) -> SpanLog | None:
     """Traces to `endpoint`, if there is one. Raises StartError if their packages are not installed, or it is no URL."""
+    module = check_spans(endpoint)
+    if module is None:
+        return None
+    found: SpanLog = module.open_spans(endpoint, model_name, clock_ns)
+    return found
+
+
+def check_spans(endpoint: str | None) -> ModuleType | None:
+    """The module that makes spans, if there is an endpoint. Raises as `load_spans` does."""
     if endpoint is None:
         return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise StartError(f"--otlp-traces-endpoint must be a URL like http://localhost:4318/v1/traces, got {endpoint!r}")
     try:
-        module = importlib.import_module("steelyard.server.spans")
+        return importlib.import_module("steelyard.server.spans")
     except ImportError as error:
         raise StartError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'steelyard[otel]'"
         ) from error
-    found: SpanLog = module.open_spans(endpoint, model_name, clock_ns)
-    return found
 
 
 def _tool_format(config: ServerConfig, template: ChatTemplate | None) -> ToolFormat | None:

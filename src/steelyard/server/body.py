@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from steelyard.errors import InvalidRequest
 from steelyard.server.errors import BodyTooLarge
@@ -90,7 +91,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, unsupported: frozenset
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), unsupported) from None
+        raise _invalid(str(error), unsupported, decoder.type) from None
     except (msgspec.MsgspecError, UnicodeError) as error:
         text = str(error)
         if text.startswith("Input data was truncated"):
@@ -100,7 +101,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, unsupported: frozenset
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
-def _invalid(message: str, unsupported: frozenset[str]) -> InvalidRequest:
+def _invalid(message: str, unsupported: frozenset[str], kind: Any) -> InvalidRequest:
     match = _PATH.match(message)
     assert match is not None
     text, path = match["text"], match["path"] or ""
@@ -117,7 +118,29 @@ def _invalid(message: str, unsupported: frozenset[str]) -> InvalidRequest:
         )
     if not path:
         return InvalidRequest(f"the body: {text}", code="invalid_type")
+    if text.startswith("Invalid enum value") and (values := _values_at(kind, path)):
+        text += f"; it can be {' or '.join(values)}"
     return InvalidRequest(f"{path}: {text}", param=path, code="invalid_type")
+
+
+def _values_at(kind: Any, path: str) -> list[str]:
+    """The words that a field of `kind` at `path` can be, as JSON has them; none if it is not one of a few words."""
+    kinds = _each(inspect.type_info(kind))
+    for name, _ in _STEP.findall(path):
+        inner: list[inspect.Type] = []
+        for one in kinds:
+            if isinstance(one, inspect.StructType):
+                inner += [field.type for field in one.fields if field.encode_name == name]
+            elif isinstance(one, inspect.ListType) and not name:
+                inner.append(one.item_type)
+        kinds = [part for one in inner for part in _each(one)]
+    words = [value for one in kinds if isinstance(one, inspect.LiteralType) for value in one.values]
+    return [msgspec.json.encode(word).decode() for word in words]
+
+
+def _each(kind: inspect.Type) -> list[inspect.Type]:
+    """The types of a union; a type that is none is the only one."""
+    return [one for part in kind.types for one in _each(part)] if isinstance(kind, inspect.UnionType) else [kind]
 
 
 def declared_bytes(header: bytes) -> int | None:

@@ -101,6 +101,11 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self) -> None:
         service = self._service
         service.draining = True
+        if service.num_in_flight and self._num_signals == 1:
+            log.warning(
+                "draining: %d requests are answered first, within %g s (--shutdown-timeout); a second signal ends them",
+                *(service.num_in_flight, service.config.shutdown_timeout_s),
+            )
         deadline_ns = service.clock_ns() + int(service.config.shutdown_timeout_s * 1e9)
         while service.num_in_flight and not self.force_exit and service.clock_ns() < deadline_ns:
             await asyncio.sleep(_TICK_S)

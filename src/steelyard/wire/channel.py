@@ -116,6 +116,7 @@ class EngineSide:
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to a vanished peer is dropped in silence
         self._greeting: FromEngine | None = None
+        self._news: FromEngine | None = None
         self._lost: list[Peer] = []
         self.peers: set[Peer] = set()
         self._arrivals = Arrivals(self._socket, clock_ns)
@@ -128,8 +129,13 @@ class EngineSide:
 
     def greet(self, message: FromEngine) -> None:
         """Send `message` to every peer: to those that are here now, and to each that comes later, first thing."""
-        self._greeting = message
+        self._greeting, self._news = message, None
         self.broadcast(message)
+
+    def report(self, news: FromEngine) -> None:
+        """Send `news` to every peer; the latest goes to each that comes later too, behind the greeting."""
+        self._news = news
+        self.broadcast(news)
 
     def recv(self, timeout_ms: int | None = 0) -> list[Received]:
         """All that has arrived, waiting up to `timeout_ms` for the first (None: without limit)."""
@@ -162,8 +168,9 @@ class EngineSide:
     def _welcome(self, peer: Peer) -> None:
         if peer not in self.peers:
             self.peers.add(peer)
-            if self._greeting is not None:
-                self._send_frame(peer, self._codec.encode(self._greeting))
+            for message in (self._greeting, self._news):
+                if message is not None:
+                    self._send_frame(peer, self._codec.encode(message))
 
     def _send_frame(self, peer: Peer, frame: bytes) -> bool:
         if peer not in self.peers:
@@ -175,7 +182,7 @@ class EngineSide:
         except zmq.ZMQError as error:
             self.peers.discard(peer)
             self._lost.append(peer)
-            _log.warning("a server is gone: %s", error)
+            _log.debug("a server is gone: %s", error)  # who started both says so where it was not to end
             return False
         return True
 
