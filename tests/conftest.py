@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -14,6 +15,11 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _left_out: dict[str, list[str]] = {"gpu": [], "slow": []}
+
+
+def pytest_configure() -> None:
+    """A shell starts what it sends to the background with SIGINT ignored, and processes inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 START_S = 120.0
-IDLE_S = 5.0
+IDLE_S = 60.0
 REPORT_S = 0.15
 NEAR_TIE = 1e-3
 """Natural log. Two best tokens closer than this may change places with the shape of a batch."""
@@ -59,7 +59,7 @@ class Server:
         self.url = self._address()
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None)
-        self.http = httpx.Client(base_url=self.url, timeout=60, limits=limits, headers=headers)
+        self.http = httpx.Client(base_url=self.url, timeout=250, limits=limits, headers=headers)
         self.canary = self.complete(CANARY, max_tokens=8).ids
 
     @property

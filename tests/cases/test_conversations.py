@@ -57,12 +57,12 @@ def test_k15_a_conversation_goes_on_after_a_request_of_it_was_abandoned_in_the_q
     first = server.post("/v1/responses", {"input": "one two", "max_output_tokens": 4}).json()
     long = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
     socks = [open_request(server, {"prompt": prompts(20), **long}) for _ in range(2)]
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 10, lambda: "the slots are not taken")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 60, lambda: "the slots are not taken")
     going_on = {"input": "three", "previous_response_id": first["id"], "max_output_tokens": 4}
     queued = open_request(server, going_on, "/v1/responses")
-    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 10, lambda: "it does not wait")
+    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 60, lambda: "it does not wait")
     queued.close()
-    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 0, 2, lambda: "it still waits")
+    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 0, 60, lambda: "it still waits")
     for sock in socks:
         sock.close()
     again = server.post("/v1/responses", going_on)

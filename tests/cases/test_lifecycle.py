@@ -22,10 +22,10 @@ def test_c01_a_disconnect_while_decoding_frees_the_blocks(
 ) -> None:
     before = server.settled()
     sock = open_request(server, {"prompt": prompts(40), "max_tokens": 2000, "n": n, "stream": stream, **LONG})
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == n, 10, lambda: "it does not run")
-    wait_for(lambda: server.grown(before, "vllm:generation_tokens_total") > 0, 10, lambda: "it does not decode")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == n, 60, lambda: "it does not run")
+    wait_for(lambda: server.grown(before, "vllm:generation_tokens_total") > 0, 60, lambda: "it does not decode")
     sock.close()
-    server.check_idle(within_s=2)
+    server.check_idle()
     assert server.grown(before, ABORTS) == 1
     assert server.grown(before, "vllm:generation_tokens_total") < n * 2000
 
@@ -36,10 +36,10 @@ def test_c01_a_disconnect_in_the_middle_of_a_prefill(server: Server, prompts: Pr
     before = server.settled()
     socks = [open_request(server, {"prompt": prompts(770), "max_tokens": 10, **LONG}) for _ in range(8)]
     chunks = "steelyard:prefill_chunks_total"
-    wait_for(lambda: server.metrics()[chunks] > before[chunks], 10, lambda: "no chunk")
+    wait_for(lambda: server.metrics()[chunks] > before[chunks], 60, lambda: "no chunk")
     for sock in socks:
         sock.close()
-    server.check_idle(within_s=2)
+    server.check_idle()
     assert server.grown(before, ABORTS) > 0
     assert server.grown(before, chunks) < 8 * 25
 
@@ -47,12 +47,12 @@ def test_c01_a_disconnect_in_the_middle_of_a_prefill(server: Server, prompts: Pr
 @pytest.mark.on("narrow")
 def test_c01_a_disconnect_in_the_queue(server: Server, prompts: Prompts) -> None:
     socks = [open_request(server, {"prompt": prompts(20), "max_tokens": 1500, **LONG}) for _ in range(2)]
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 10, lambda: "the slots are not taken")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 60, lambda: "the slots are not taken")
     before = server.settled()
     queued = open_request(server, {"prompt": prompts(20), "max_tokens": 10, **LONG})
-    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 10, lambda: "it does not wait")
+    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 60, lambda: "it does not wait")
     queued.close()
-    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 0, 2, lambda: "it still waits")
+    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 0, 60, lambda: "it still waits")
     assert server.metrics()["vllm:num_requests_running"] == 2
     assert server.grown(before, ABORTS) == 1
     for sock in socks:
@@ -75,11 +75,11 @@ def test_m01_every_accepted_request_is_counted_once_by_how_it_ended(server: Serv
 def test_m03_gauges_fall_back_when_all_leave_at_once(server: Server, prompts: Prompts) -> None:
     body = {"max_tokens": 1500, "stream": True, **LONG}
     socks = [open_request(server, {"prompt": prompts(30), **body}) for _ in range(20)]
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 8, 10, lambda: "they do not run")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 8, 60, lambda: "they do not run")
     before = server.settled()
     for sock in socks:
         sock.close()
-    server.check_idle(within_s=2)
+    server.check_idle()
     state = server.metrics()
     assert state["vllm:kv_cache_usage_perc"] == 0
     assert state[ABORTS] - before[ABORTS] == 20

@@ -53,7 +53,7 @@ def test_s07_a_preempted_request_runs_again_before_later_arrivals(server: Server
         threads.append(threading.Thread(target=run, args=(name, length, max_tokens)))
         threads[-1].start()
         if name in "AB":
-            wait_for(lambda name=name: name in first, 20, lambda: "no first token")  # type: ignore[misc]
+            wait_for(lambda name=name: name in first, 60, lambda: "no first token")  # type: ignore[misc]
     for thread in threads:
         thread.join()
     assert server.grown(before, "vllm:num_preemptions_total") > 0
@@ -129,15 +129,15 @@ def test_s19_more_prompts_than_slots(server: Server, prompts: Prompts, solo: Sol
 @pytest.mark.on("narrow")
 def test_s21_the_queue_has_a_limit(server: Server, prompts: Prompts) -> None:
     running = [
-        threading.Thread(target=lambda: server.complete(prompts(20), max_tokens=1200), daemon=True) for _ in range(2)
+        threading.Thread(target=lambda: server.complete(prompts(20), max_tokens=2000), daemon=True) for _ in range(2)
     ]
     for thread in running:
         thread.start()
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 10, lambda: "both slots are taken")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 60, lambda: "both slots are taken")
     queued = threading.Thread(target=lambda: server.complete(prompts(300), max_tokens=1))
     before = server.settled()
     queued.start()
-    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 10, lambda: "one waits")
+    wait_for(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 60, lambda: "one waits")
     response = server.post("/v1/completions", {"prompt": prompts(300), "max_tokens": 1})
     assert response.status_code == 503, response.text
     assert "300" in response.json()["error"]["message"]
@@ -213,12 +213,12 @@ def test_s03_and_c05_a_stall_shows_in_health_and_sigterm_drains(start: Callable[
     server = start("--num-gpu-blocks-override", "512", "--stall-limit", "0.5")
     os.kill(server.engine_pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: server.http.get("/health").status_code == 503, 10, lambda: "health stays 200")
+        wait_for(lambda: server.http.get("/health").status_code == 503, 60, lambda: "health stays 200")
         assert "said nothing for" in server.http.get("/health").json()["reason"]
         assert server.http.get("/live").status_code == 200
     finally:
         os.kill(server.engine_pid, signal.SIGCONT)
-    wait_for(lambda: server.http.get("/health").status_code == 200, 10, lambda: "health stays 503")
+    wait_for(lambda: server.http.get("/health").status_code == 200, 60, lambda: "health stays 503")
     server.check_canary()
     _drains(server, prompts)
 
@@ -240,7 +240,7 @@ def _drains(server: Server, prompts: Prompts) -> None:
     for event in begun:
         assert event.wait(20)
     server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.http.get("/health").status_code == 503, 5, lambda: "health stays 200")
+    wait_for(lambda: server.http.get("/health").status_code == 503, 60, lambda: "health stays 200")
     assert server.post("/v1/completions", {"prompt": [5]}).status_code == 503
     for thread in threads:
         thread.join()

@@ -100,7 +100,7 @@ def test_s05_urgent_requests_displace_others_and_all_end_as_alone(server: Server
     decoded = "vllm:generation_tokens_total"
     for i, (kind, body) in enumerate(bodies + urgent):
         if i == len(bodies):
-            wait_for(lambda: server.metrics()[decoded] > before[decoded], 30, lambda: "the first do not run")
+            wait_for(lambda: server.metrics()[decoded] > before[decoded], 60, lambda: "the first do not run")
         call = threading.Thread(target=lambda i=i, k=kind, b=body: answers.update({i: one(k, b)}))  # type: ignore[misc]
         threads.append(call)
         call.start()
@@ -117,7 +117,7 @@ def test_s05_urgent_requests_displace_others_and_all_end_as_alone(server: Server
 @pytest.mark.parametrize("stream", [False, True])
 def test_a13_a_deadline_in_the_queue_is_never_computed(server: Server, prompts: Prompts, stream: bool) -> None:
     socks = [open_request(server, {"prompt": prompts(20), "max_tokens": 1500, **LONG}) for _ in range(2)]
-    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 10, lambda: "the slots are not taken")
+    wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 60, lambda: "the slots are not taken")
     before = server.settled()
     body = {"prompt": prompts(20), "max_tokens": 1000, "deadline_ms": 50, "stream": stream}
     late = server.post("/v1/completions", body)

@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def _server(tokenizer: Tokenizer) -> Iterator[Served]:
     template = ChatTemplate(tiny_model.TEMPLATE, tiny_model.BOS, tiny_model.IM_END)
     for url, engine, service in start(tokenizer, template, max_body_bytes=100_000):
-        with httpx.Client(base_url=url, timeout=20) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             yield Served(url, engine, service, tokenizer, http)
 
 
@@ -36,7 +36,7 @@ def served(_server: Served) -> Iterator[Served]:
     _server.engine.reset()
     _server.run(_server.engine.say, fake_engine.idle())
     yield _server
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _server.engine.tasks or _server.service.num_in_flight:
         assert time.monotonic() < deadline, f"still running: {_server.engine.tasks}"
         time.sleep(0.01)
@@ -48,5 +48,5 @@ def served(_server: Served) -> Iterator[Served]:
 def bare() -> Iterator[Served]:
     """A server without a tokenizer."""
     for url, engine, service in start(None, None):
-        with httpx.Client(base_url=url, timeout=20) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             yield Served(url, engine, service, None, http)  # type: ignore[arg-type]

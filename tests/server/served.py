@@ -71,7 +71,7 @@ class Served:
             return function(*args)
 
         assert self.engine.loop is not None
-        return asyncio.run_coroutine_threadsafe(call(), self.engine.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self.engine.loop).result(60)
 
 
 def start(
@@ -101,7 +101,7 @@ def start(
     )
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    http = partial(BoundedHttp, limits=HeadLimits(8192, 40, 0.5))
+    http = partial(BoundedHttp, limits=HeadLimits(8192, 40, service.config.header_timeout_s))
     app = create_app(service)
     server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_config=None, access_log=False))  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ def chunks(served: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.005)

@@ -43,9 +43,10 @@ def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     """A server with tenants, and limits of its own on one request."""
     limits = {"max_input_tokens": 90, "max_output_tokens": 80, "max_total_tokens": 120}
     lenient = {"ignore_unknown_fields": True, "body_timeout_s": 0.3, "slow_client_timeout_s": 0.3}
+    lenient["header_timeout_s"] = 0.5
     others = {"allowed_origins": ("https://page.example",), "ttft_slo_ms": 500.0, "tpot_slo_ms": 50.0}
     for url, engine, service in start(tokenizer, None, tenants(), **limits, **lenient, **others):
-        with httpx.Client(base_url=url, timeout=20) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             yield Served(url, engine, service, tokenizer, http)
 
 
@@ -268,7 +269,7 @@ def test_every_response_carries_a_request_id_the_clients_own_if_it_is_one(served
 def answer_of(served: Served, *parts: bytes, pause_s: float = 0.0) -> tuple[int, str]:
     """Send bytes as they are and read until the server closes: (status, code of the error)."""
     with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as sock:
-        sock.settimeout(5)
+        sock.settimeout(60)
         try:
             for part in parts:
                 sock.sendall(part)
@@ -337,7 +338,7 @@ def test_requests_of_a_stuck_engine_get_an_error_and_new_ones_are_refused(served
     wait_for(lambda: bool(served.engine.tasks), "it runs")
     served.run(served.engine.say, fake_engine.idle(stalled_ns=21_000_000_000, detail="1 running"))
     served.run(served.service.client.watch)
-    sock.settimeout(5)
+    sock.settimeout(60)
     data = b""
     while b"}}" not in data:
         more = sock.recv(65536)

@@ -85,7 +85,7 @@ def test_in_a_browser_it_asks_for_a_key_and_shows_what_happens(shared: Served) -
 
 
 def _until(page: Browser, condition: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not page.run(condition):
         assert time.monotonic() < deadline, f"waited in vain: {condition}"
         time.sleep(0.2)
