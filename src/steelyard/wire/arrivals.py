@@ -1,10 +1,11 @@
 """Takes messages off a ZeroMQ socket the moment they come, whatever its owner is doing, and notes when that was.
 
     owner    send send [ a step: a second, perhaps ] take -> (when, message), (when, message)
-    thread             ^recv      ^recv                      at 20 us each, and none of it while nothing comes
+    thread             ^recv      ^recv                      20 us each (benchmarks/wire.py); nothing while none comes
 
 The thread waits for the socket's descriptor, without the interpreter's lock and without touching the socket. Whoever
 does touch it holds `lock`: ZeroMQ lets threads share a socket with a full memory barrier between them (zmq_socket(3)).
+An owner that computes in Python alone is asked for the interpreter's lock, and gives it after 5 ms: as late is the note.
 """
 
 from __future__ import annotations
