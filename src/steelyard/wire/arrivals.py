@@ -5,7 +5,7 @@
 
 The thread waits for the socket's descriptor, without the interpreter's lock and without touching the socket. Whoever
 does touch it holds `lock`: ZeroMQ lets threads share a socket with a full memory barrier between them (zmq_socket(3)).
-An owner that computes in Python alone is asked for the interpreter's lock, and gives it after 5 ms: as late is the note.
+An owner that runs Python alone is asked for the interpreter's lock, and gives it after 5 ms: as late is the note.
 """
 
 from __future__ import annotations
