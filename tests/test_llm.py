@@ -88,6 +88,12 @@ def test_outputs_are_held_to_what_was_asked(llm: LLM) -> None:
         StructuredOutputs(regex="a", json_object=True)
 
 
+def test_an_output_ends_with_its_grammar_also_where_the_end_of_text_is_ignored(llm: LLM) -> None:
+    held = SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=StructuredOutputs(choice=("sea",)))
+    [output] = llm.generate("The", held)[0].outputs
+    assert (output.text, output.finish_reason) == ("sea", "stop")
+
+
 def test_a_grammar_that_fails_ends_its_own_prompt_and_not_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(grammar: str) -> None:
         raise RuntimeError("no such grammar")

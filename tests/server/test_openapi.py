@@ -45,6 +45,30 @@ def test_fields_and_limits_come_from_the_structs(served: Served) -> None:
     assert chat["properties"]["deadline_ms"]["anyOf"][0]["exclusiveMinimum"] == 0
 
 
+def test_every_field_of_a_request_for_tokens_is_described_and_ranges_are_those_that_are_checked(served: Served) -> None:
+    schemas = served.http.get("/openapi.json").json()["components"]["schemas"]
+    for body in ("ChatBody", "CompletionBody", "EmbeddingBody"):
+        bare = [name for name, field in schemas[body]["properties"].items() if "description" not in field]
+        assert not [name for name in bare if _takes(schemas[body]["properties"][name])], body
+    limits = {
+        name: kind["maximum"]
+        for name, field in schemas["CompletionBody"]["properties"].items()
+        for kind in field.get("anyOf", [field])
+        if kind.get("maximum", 2**63) < 2**31
+    }
+    assert {"temperature", "top_p", "n", "logprobs", "max_tokens"} <= set(limits)
+    for name, most in limits.items():
+        answer = served.post("/v1/completions", {"prompt": "x", name: most + 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert schemas["ChatBody"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 2
+    assert "number (from 0, to 2)" in served.http.get("/docs").text
+
+
+def _takes(field: dict[str, Any]) -> bool:
+    """Whether anything but null may be in it."""
+    return field.get("type") != "null"
+
+
 def test_the_page_names_every_field_and_asks_no_other_host(served: Served) -> None:
     response = served.http.get("/docs")
     assert response.headers["content-type"].startswith("text/html")

@@ -20,6 +20,25 @@ INT32_MAX = 2**31 - 1
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it in float32."""
 
+VALUE_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),  # without 0 itself
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 10.0),
+}
+COUNT_RANGES = {
+    "n": (1, MAX_N),
+    "max_tokens": (1, INT32_MAX),
+    "min_tokens": (0, INT32_MAX),
+    "top_k": (-1, INT32_MAX),
+    "seed": (-(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+"""Of a value that is given. `min_tokens` is at most `max_tokens`."""
+
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
@@ -77,12 +96,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        _in_range("temperature", self.temperature, 0.0, 2.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
+        for name, (low, high) in VALUE_RANGES.items():
+            _in_range(name, getattr(self, name), low, high, low_open=name == "top_p")
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for text in self.stop:
@@ -93,19 +108,12 @@ class SamplingParams:
                 )
 
     def _check_counts(self) -> None:
-        _int_in_range("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _int_in_range("max_tokens", self.max_tokens, 1, INT32_MAX)
-            _int_in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        else:
-            _int_in_range("min_tokens", self.min_tokens, 0, INT32_MAX)
-        _int_in_range("top_k", self.top_k, -1, INT32_MAX)
-        if self.seed is not None:
-            _int_in_range("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, (low, high) in COUNT_RANGES.items():
             value = getattr(self, name)
             if value is not None:
-                _int_in_range(name, value, 0, MAX_TOP_LOGPROBS)
+                _int_in_range(name, value, low, high)
+        if self.max_tokens is not None:
+            _int_in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _int_in_range("stop", len(self.stop), 0, MAX_STOP_STRINGS, what="number of strings")
         _int_in_range("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS, what="number of entries")
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from steelyard.core.request import Request
 from steelyard.core.step import RunnerCaps, Want
 from steelyard.errors import InvalidRequest, Overloaded, SteelyardError
+from steelyard.grammar.thinking import Thinking
 from steelyard.wire.messages import Refused, Submit
 
 HASH_BYTES = 32
@@ -48,7 +49,9 @@ def make_choices(submit: Submit, seed: int, eos_token_ids: frozenset[int], now_n
     """
     sampling = replace(submit.sampling, min_tokens=0) if submit.grammar else submit.sampling
     stop_ids = frozenset(sampling.stop_token_ids)
-    if submit.grammar or not sampling.ignore_eos:
+    thinking = Thinking.of(submit.grammar)
+    ends_with_grammar = bool(submit.grammar if thinking is None else thinking.answer)
+    if ends_with_grammar or not sampling.ignore_eos:  # at a grammar's end there is nothing else to say
         stop_ids |= eos_token_ids
     first: Request | None = None
     for index in range(sampling.n):

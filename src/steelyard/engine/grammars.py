@@ -143,7 +143,7 @@ class Grammars:
     def _unwanted_ends(self, request: Request) -> frozenset[int]:
         if request.num_generated < self._min_tokens.get(request.key, 0):
             return request.stop_ids
-        return self._eos_token_ids if request.sampling.ignore_eos else frozenset()
+        return self._eos_token_ids & request.stop_ids if request.sampling.ignore_eos else frozenset()
 
     def _compiled(self, grammar: str) -> Walker:
         """Runs in the pool, behind the making of the vocabulary."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from steelyard.server import answers
+from steelyard.server.field_notes import annotate
 from steelyard.server.operations import OPERATIONS, Operation
 
 _REF = "#/components/schemas/{name}"
@@ -20,6 +21,9 @@ def document(version: str) -> dict[str, Any]:
     structs = list(dict.fromkeys([*used, answers.ErrorBody, answers.UnavailableAnswer]))
     found, components = msgspec.json.schema_components(structs, ref_template=_REF)
     refs = dict(zip(structs, found))
+    for op in OPERATIONS:
+        if op.takes is not None:
+            annotate(components[op.takes.__name__])
     paths: dict[str, Any] = {}
     for op in OPERATIONS:
         paths.setdefault(op.path, {})[op.method] = _operation(op, refs)
@@ -83,7 +87,8 @@ def page(found: dict[str, Any]) -> str:
 def _fields(schema: dict[str, Any]) -> str:
     required = schema.get("required", ())
     rows = [
-        f"<tr><td><code>{name}</code>{' *' if name in required else ''}</td><td>{_kind(field)}</td></tr>"
+        f"<tr><td><code>{name}</code>{' *' if name in required else ''}</td><td>{_kind(field)}</td>"
+        f"<td>{_escaped(field.get('description', ''))}</td></tr>"
         for name, field in schema["properties"].items()
         if _kind(field) != "null"
     ]
