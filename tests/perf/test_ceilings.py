@@ -10,13 +10,23 @@ import pytest
 import torch
 
 from steelyard.errors import StartError
+from steelyard.kernels import cpu_linear
+from steelyard.perf import ceilings
 from steelyard.perf.ceilings import Sizes, measure, measure_ceiling
+from steelyard.perf.timing import best_ms
 from steelyard.plan.costs import Setup, decode
 from steelyard.plan.device import ceilings_toml, find_device
 from steelyard.plan.formats import weight_format
 from steelyard.plan.presets import preset_config
 from steelyard.plan.roofline import Roofline
 from steelyard.plan.shape import ModelShape
+
+
+@pytest.fixture(autouse=True)
+def _no_longer_than_a_test_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "PRODUCT_BUDGET_S", 0.02)
+    monkeypatch.setattr(ceilings, "best_ms", lambda call, budget_s=0.0: best_ms(call, 0.02))
+
 
 SMALL = Sizes(2**16, 128, 1, 64, 2, 64, 4, 2, 32)
 
@@ -58,6 +68,37 @@ def test_what_was_measured_is_read_back_from_its_file(tmp_path: Path) -> None:
     assert again.bandwidth == pytest.approx(device.bandwidth)
 
 
+def test_a_processor_is_measured_in_each_dtype_that_the_server_computes_in() -> None:
+    """bf16 names what 16-bit weights run at, and the best of every probe stands under the floor."""
+    where = torch.device("cpu")
+    device = ceilings._measure_processor(where, SMALL)
+    seen = device.ceilings
+    assert seen is not None and device.fp32_flops is not None
+    assert device.bf16_flops >= max(seen.matmul_flops, seen.attention_flops, device.fp32_flops)
+    assert device.bandwidth >= max(seen.weights_bandwidth, seen.kv_bandwidth, seen.copy_bandwidth)
+    assert f"fp32_tflops = {device.fp32_flops / 1e12!r}" in ceilings_toml(device)
+
+
+def test_products_of_a_processor_go_the_servers_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    product = cpu_linear.product
+
+    def watch(x: torch.Tensor, weight: cpu_linear.Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        taken.append(cpu_linear.dtype_of(weight))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(cpu_linear, "product", watch)
+    ceilings._measure_processor(torch.device("cpu"), SMALL)
+    assert set(taken) == {torch.bfloat16, torch.float32}
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings.os, "getloadavg", lambda: (100.0, 0.0, 0.0))
+    assert "busy (load average 100.0" in str(ceilings.busy_with_others())
+    monkeypatch.setattr(ceilings.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert ceilings.busy_with_others() is None
+
+
 def test_kernels_are_held_against_the_same_probes() -> None:
     seen = measure_ceiling(torch.device("cpu"), torch.float32, SMALL)
     assert seen.dtype == "float32"
@@ -67,8 +108,8 @@ def test_kernels_are_held_against_the_same_probes() -> None:
 @pytest.mark.gpu
 def test_ceilings_of_a_gpu_lie_under_its_datasheet() -> None:
     device = measure()
-    ceilings = device.ceilings
-    assert ceilings is not None
-    assert 0.4 < ceilings.matmul_flops / device.bf16_flops <= 1.0
-    assert 0.6 < ceilings.copy_bandwidth / device.bandwidth <= 1.0
-    assert 0.4 < ceilings.weights_bandwidth / device.bandwidth <= 1.0
+    seen = device.ceilings
+    assert seen is not None
+    assert 0.4 < seen.matmul_flops / device.bf16_flops <= 1.0
+    assert 0.6 < seen.copy_bandwidth / device.bandwidth <= 1.0
+    assert 0.4 < seen.weights_bandwidth / device.bandwidth <= 1.0

@@ -1,20 +1,31 @@
 """Measures what this machine's device can do: the ceilings that `steelyard plan --measure` plans with. Needs torch.
 
-Each ceiling is the best of several runs of the operation that it bounds. A run is repeated until it takes some
-milliseconds, on buffers larger than any cache. What is measured are library kernels; the server's own may be faster
-or slower, and its step records say which.
+On a GPU each ceiling is a median of the operation that it bounds, repeated until it takes some milliseconds, on buffers
+larger than any cache. What is measured are library kernels; the server's own may be faster or slower, and its step
+records say which.
+
+A processor has no datasheet, and what was measured becomes the floor. So there the best run counts, products go the
+server's own way (weights laid out for oneDNN), and bfloat16 and float32 are measured apart: the server computes in the
+former where the processor multiplies it, and the two differ several times.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from steelyard.errors import StartError
-from steelyard.perf.timing import Call, clear, median_ms, own_stream
+from steelyard.kernels import cpu_linear, cpu_products
+from steelyard.perf.timing import Call, best_ms, clear, median_ms, own_stream
 from steelyard.plan.device import Ceilings, Device, find_device
+
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +54,18 @@ class Sizes:
 
 
 ON_GPU = Sizes(2**30, 8192, 4, 8192, 128, 4096, 32, 8)
-ON_CPU = Sizes(2**24, 1024, 1, 512, 8, 512, 8, 2)
+ON_CPU = Sizes(2**26, 1024, 1, 512, 8, 4096, 8, 2)
+IN_CACHE_ELEMENTS = 2**20
+PRODUCT_BUDGET_S = 1.5
+QUIET_LOAD = 0.25
+"""Load average a core above which others take a measurable part of a machine."""
 
 
 def measure(name: str | None = None, sizes: Sizes | None = None) -> Device:
     """The device of this machine with its ceilings; `name` picks the datasheet where it cannot be told.
 
-    Without a GPU the processor is measured; where no datasheet is known the ceilings stand in for it, so that the
-    floor is what was measured. Raises StartError for a name that is not in the table, or that is another device's.
+    Without a GPU the processor is measured, in bfloat16 and in float32; where no datasheet is known the best that was
+    seen stands in for it. Raises StartError for a name that is not in the table, or that is another device's.
     """
     on_gpu = torch.cuda.is_available()
     named = None if name is None else find_device(name)
@@ -60,19 +75,44 @@ def measure(name: str | None = None, sizes: Sizes | None = None) -> Device:
             param="device",
         )
     where = torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    used = sizes or _sizes(where)
+    if not on_gpu:
+        processor = _measure_processor(where, used)
+        assert processor.ceilings is not None
+        return processor if named is None else named.with_ceilings(processor.ceilings)
     with own_stream(where):
-        ceilings = _ceilings(where, dtype, sizes or _sizes(where))
+        ceilings = _ceilings(where, torch.bfloat16, used)
     if named is not None:
         return named.with_ceilings(ceilings)
-    if on_gpu:
-        properties = torch.cuda.get_device_properties(where)
-        try:
-            known = find_device(properties.name.split("(")[0].strip())
-        except StartError:
-            return _from_ceilings(properties.name, ceilings, properties.total_memory)
-        return replace(known, memory_bytes=properties.total_memory).with_ceilings(ceilings)
-    return _from_ceilings("this processor", ceilings, _host_memory())
+    properties = torch.cuda.get_device_properties(where)
+    try:
+        known = find_device(properties.name.split("(")[0].strip())
+    except StartError:
+        return _from_ceilings(properties.name, ceilings, properties.total_memory)
+    return replace(known, memory_bytes=properties.total_memory).with_ceilings(ceilings)
+
+
+def busy_with_others() -> str | None:
+    """A sentence where other work takes so much of this machine that what is measured now is too low; None if not."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= QUIET_LOAD * cores:
+        return None
+    return f"this machine is busy (load average {load:.1f} on {cores} cores): what is measured now may be too low"
+
+
+def _measure_processor(where: torch.device, sizes: Sizes) -> Device:
+    """bf16 is the rate that 16-bit weights run at: their own products, or float32's where the processor has none.
+
+    The device's bandwidth is that of its caches, which hold a small model or its KV whole; the ceilings are memory's.
+    """
+    rates = {dtype: _matmul(where, dtype, sizes) for dtype in (torch.bfloat16, torch.float32)}
+    dtype = max(rates, key=lambda d: rates[d])
+    ceilings = _ceilings(where, dtype, sizes)
+    ceilings = replace(ceilings, matmul_flops=max(ceilings.matmul_flops, rates[dtype]))
+    found = _from_ceilings("this processor", ceilings, _host_memory())
+    in_cache = replace(sizes, copy_elements=min(sizes.copy_elements, IN_CACHE_ELEMENTS))
+    bandwidth = max(found.bandwidth, _read(where, torch.float32, sizes), _read(where, torch.float32, in_cache))
+    return replace(found, bandwidth=bandwidth, fp32_flops=rates[torch.float32])
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> Ceiling:
@@ -115,14 +155,31 @@ def _ceilings(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings
 
 
 def _matmul(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    if where.type == "cpu":
+        return max(_cpu_product(dtype, sizes.side, rows, sizes.side) for rows in (sizes.side, sizes.side // 4))
     a = torch.randn(sizes.side, sizes.side, device=where, dtype=dtype)
     b = torch.randn(sizes.side, sizes.side, device=where, dtype=dtype)
     out = torch.empty_like(a)
     return 2.0 * sizes.side**3 / _seconds(where, lambda: torch.mm(a, b, out=out))
 
 
+def _cpu_product(dtype: torch.dtype, num_in: int, rows: int, num_out: int) -> float:
+    """FLOP/s of the server's product of `rows` with a weight [num_out, num_in]."""
+    weight = cpu_linear.pack(torch.randn(num_out, num_in).to(dtype), ())
+    x = torch.randn(rows, num_in).to(dtype)
+    ms = best_ms(lambda: cpu_linear.product(x, weight, None), PRODUCT_BUDGET_S)
+    return 2.0 * rows * num_in * num_out / (ms / 1e3)
+
+
 def _thin_product(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Bytes/s of weights in a product of a few rows with a matrix of four sides' width."""
+    """Bytes/s of weights in a product of a few rows with a matrix of four sides' width.
+
+    On a CPU the weight is as large as the copy's buffers, so that no cache holds it, and lies as the server's do.
+    """
+    if where.type == "cpu":
+        num_out = max(sizes.copy_elements // sizes.side, 4 * sizes.side)
+        flops = _cpu_product(dtype, sizes.side, sizes.rows, num_out)
+        return flops * dtype.itemsize / (2.0 * sizes.rows)
     weight = torch.randn(sizes.side, 4 * sizes.side, device=where, dtype=dtype)
     x = torch.randn(sizes.rows, sizes.side, device=where, dtype=dtype)
     out = torch.empty(sizes.rows, 4 * sizes.side, device=where, dtype=dtype)
@@ -135,8 +192,14 @@ def _prefill_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) ->
     q, k, v = (torch.randn(shape, device=where, dtype=dtype) for _ in range(3))
     pairs = sizes.prompt_len * (sizes.prompt_len + 1) / 2
     flops = 4.0 * sizes.heads * sizes.head_dim * pairs
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend: Attend = scaled_dot_product_attention
+    if where.type == "cpu" and cpu_products.are_faster(q, sizes.prompt_len):
+        attend = _products
     return flops / _seconds(where, lambda: attend(q, k, v, is_causal=True))
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return cpu_products.attend(q, k, v, q.shape[-1] ** -0.5, None, is_causal)
 
 
 def _decode_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
@@ -145,7 +208,9 @@ def _decode_attention(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> 
     q = torch.randn(sizes.kv_rows, sizes.kv_heads, group, sizes.head_dim, device=where, dtype=dtype)
     shape = (sizes.kv_rows, sizes.kv_heads, sizes.kv_len, sizes.head_dim)
     k, v = (torch.randn(shape, device=where, dtype=dtype) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend: Attend = scaled_dot_product_attention
+    if where.type == "cpu" and cpu_products.are_faster(q, sizes.kv_len):
+        attend = _products
     return 2.0 * k.numel() * k.element_size() / _seconds(where, lambda: attend(q, k, v))
 
 
@@ -179,4 +244,5 @@ def _launch(where: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds(where: torch.device, call: Call) -> float:
-    return median_ms([call], where) / 1e3
+    """The best of many runs on a CPU, which others use too; the median on a GPU, which they do not."""
+    return (best_ms(call) if where.type == "cpu" else median_ms([call], where)) / 1e3
