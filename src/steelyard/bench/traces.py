@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.bench.workload import PlannedRequest, PromptMaker
-from steelyard.errors import InvalidRequest
+from steelyard.errors import InvalidRequest, reason
+
+FORMATS = (
+    "Azure's CSV (TIMESTAMP, ContextTokens, ...), BurstGPT's (Timestamp, Request tokens, ...) or Mooncake's JSON Lines"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--trace {path}: cannot be read ({error})", param="trace") from error
+        raise InvalidRequest(f"--trace {path}: cannot be read ({reason(error)})", param="trace") from error
     lines = text.splitlines()
     rows: Iterable[tuple[int, Any]]
     if text.lstrip().startswith("{"):
@@ -45,8 +49,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     for number, row in rows:
         try:
             found.append(_row(json.loads(row) if isinstance(row, str) else row))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"--trace {path}: line {number}: {error!r}", param="trace") from error
+        except (KeyError, TypeError, ValueError):
+            raise InvalidRequest(f"--trace {path}: line {number} is no request of {FORMATS}", param="trace") from None
     kept = sorted((r for r in found if r.input_len > 0 and r.output_len > 0), key=lambda r: r.at_s)
     if not kept:
         raise InvalidRequest(f"--trace {path}: has no requests with tokens", param="trace")

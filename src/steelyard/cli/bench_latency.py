@@ -7,14 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from steelyard.cli.bench_throughput import add_common_arguments, start, write
+from steelyard.cli.values import counts, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="single", help="names, comma-separated, or `single` for both")
-    parser.add_argument("--runs", type=int, default=3, help="of each; the median is reported")
-    parser.add_argument("--batch", default="", metavar="LOW..HIGH", help="a curve over powers of two, such as 1..256")
-    parser.add_argument("--input", type=int, default=1024, help="prompt tokens of the curve's requests")
-    parser.add_argument("--output", type=int, default=64, help="output tokens of the curve's requests")
+    parser.add_argument("--runs", type=whole(1), default=3, help="of each; the median is reported")
+    parser.add_argument("--batch", type=counts, metavar="LOW..HIGH", help="a curve over powers of two, such as 1..256")
+    parser.add_argument("--input", type=whole(1), default=1024, help="prompt tokens of the curve's requests")
+    parser.add_argument("--output", type=whole(1), default=64, help="output tokens of the curve's requests")
     add_common_arguments(parser)
 
 
@@ -53,12 +54,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _batches(text: str) -> list[int]:
-    """Powers of two from LOW to HIGH, HIGH itself the last."""
-    if not text:
+def _batches(ends: tuple[int, int] | None) -> list[int]:
+    """Powers of two times LOW, up to HIGH, HIGH itself the last; none without ends."""
+    if ends is None:
         return []
-    low, _, high = text.partition("..")
-    first, last = int(low), int(high or low)
+    first, last = ends
     sizes = [first * 2**k for k in range(20) if first * 2**k < last]
     return [*sizes, last]
 

@@ -6,11 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from steelyard.errors import InvalidRequest
+from steelyard.cli.values import old_file
+from steelyard.errors import InvalidRequest, reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="JSON files of `bench serve`")
+    parser.add_argument("reports", nargs="+", type=old_file, metavar="REPORT", help="JSON files of `bench serve`")
     parser.add_argument("--title", default="", help="of the page (default: the first run's name)")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="its .md and .csv beside")
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             report = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise InvalidRequest(f"{path}: cannot be read as JSON ({error})", param="reports") from error
+            raise InvalidRequest(f"{path}: cannot be read as JSON ({reason(error)})", param="reports") from error
         if not isinstance(report, dict) or report.get("schema") != SCHEMA:
             raise InvalidRequest(f"{path}: is no report of `steelyard bench serve`", param="reports")
         reports.append(report)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 
+from steelyard.cli.values import above, real, whole
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--request-rate", type=float, default=20.0, metavar="RATE", help="requests/s (default: 20)")
-    add("--events", type=int, default=64, metavar="N", help="of each answer (default: 64)")
-    add("--gap-ms", type=float, default=10.0, metavar="MS", help="between events (default: 10)")
-    add("--seconds", type=float, default=3.0)
-    add("--client-processes", type=int, default=1, metavar="N")
+    add("--request-rate", type=above(0), default=20.0, metavar="RATE", help="requests/s (default: 20)")
+    add("--events", type=whole(2), default=64, metavar="N", help="of each answer (default: 64)")
+    add("--gap-ms", type=real(0), default=10.0, metavar="MS", help="between events (default: 10)")
+    add("--seconds", type=above(0), default=3.0)
+    add("--client-processes", type=whole(1), default=1, metavar="N")
     add("--json", action="store_true")
 
 

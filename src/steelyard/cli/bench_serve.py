@@ -8,9 +8,11 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steelyard.cli.values import above, json_object, new_folder, old_file, real, url, whole
 from steelyard.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan-device", metavar="DEVICE", help="such as H200, or a .toml file")
     add("--no-selftest", action="store_true", help="do not run the client against an echo server first")
     add("--save-result", action="store_true", help="write report (JSON, Markdown, CSV, HTML), records and vLLM's JSON")
-    add("--result-dir", type=Path, default=Path("results"), metavar="DIR")
+    add("--result-dir", type=new_folder, default=Path("results"), metavar="DIR")
     add("--name", default="", help="of the run, in reports and file names")
     add("--json", action="store_true", help="print the report as JSON")
 
@@ -39,43 +41,55 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Where to send, and how requests are written."""
     group = parser.add_argument_group("server")
     add = group.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", metavar="URL")
+    add("--base-url", type=url, default="http://127.0.0.1:8000", metavar="URL")
     add("--model", metavar="NAME", help="in requests (default: the first that the server lists)")
     add("--api-key", metavar="KEY")
     add("--endpoint", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions")
     add("--prompt-kind", choices=("ids", "text"), help="token ids, or text (default: ids; chat: text)")
     add("--tokenizer", metavar="MODEL", help="for text prompts, and for the ids that may be drawn")
-    add("--vocab-size", type=int, metavar="N", help="draw ids below this (default: the tokenizer's, else 30000)")
+    add("--vocab-size", type=whole(8), metavar="N", help="draw ids below this (default: the tokenizer's, else 30000)")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of the asked length")
     add("--token-ids", action=argparse.BooleanOptionalAction, help="ask for ids in the stream (default: if known)")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields for every request")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="from the scheduled time; then it has failed")
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="fields for every request")
+    add(
+        "--timeout", type=above(0), default=600.0, metavar="SECONDS", help="from the scheduled time; then it has failed"
+    )
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """What is sent, and when."""
     group = parser.add_argument_group("load")
     add = group.add_argument
-    add("--num-prompts", type=int, default=100, metavar="N", help="requests, of each group (default: 100)")
+    add("--num-prompts", type=whole(1), default=100, metavar="N", help="requests, of each group (default: 100)")
     add("--group", action="append", metavar="NAME", help="short-short, long-short, short-long, long-long, all")
-    add("--group-divisor", type=int, default=1, metavar="N", help="shorten the groups so much, for a slow machine")
-    add("--random-input-len", type=int, default=256, metavar="TOKENS")
-    add("--random-output-len", type=int, default=128, metavar="TOKENS")
-    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths between 1 - R and 1 + R of those")
-    add("--shared-prefix", type=int, metavar="TOKENS", help="in front of every prompt, on top of its input length")
-    add("--num-prefixes", type=int, default=1, metavar="N")
-    add("--turns", type=int, metavar="N", help="conversations of this many turns; --num-prompts of them")
-    add("--trace", type=Path, metavar="FILE", help="replay Azure's or BurstGPT's CSV, or Mooncake's JSON Lines")
-    add("--time-scale", type=float, default=1.0, metavar="X", help="stretch a trace's times (default: 1)")
-    add("--request-rate", type=float, metavar="RATE", help="open loop, requests/s (default: a closed loop)")
-    add("--burstiness", type=float, default=1.0, metavar="K", help="gamma shape; 1: Poisson, inf: constant gaps")
-    add("--max-concurrency", type=int, metavar="N", help="slots of a closed loop (default: 8), cap of an open one")
-    add("--ramp", type=float, default=0.0, metavar="SECONDS", help="over which a closed loop's slots begin")
-    add("--think-time", type=float, default=0.0, metavar="SECONDS")
-    add("--warmup", type=int, metavar="N", help="requests before, of every group, not measured (default: as slots)")
-    add("--client-processes", type=int, default=1, metavar="N")
+    add("--group-divisor", type=whole(1), default=1, metavar="N", help="shorten the groups so much, for a slow machine")
+    add("--random-input-len", type=whole(1), default=256, metavar="TOKENS")
+    add("--random-output-len", type=whole(1), default=128, metavar="TOKENS")
+    add(
+        "--random-range-ratio",
+        type=real(0, 1),
+        default=0.0,
+        metavar="R",
+        help="lengths between 1 - R and 1 + R of those",
+    )
+    add("--shared-prefix", type=whole(0), metavar="TOKENS", help="in front of every prompt, on top of its input length")
+    add("--num-prefixes", type=whole(1), default=1, metavar="N")
+    add("--turns", type=whole(1), metavar="N", help="conversations of this many turns; --num-prompts of them")
+    add("--trace", type=old_file, metavar="FILE", help="replay Azure's or BurstGPT's CSV, or Mooncake's JSON Lines")
+    add("--time-scale", type=above(0), default=1.0, metavar="X", help="stretch a trace's times (default: 1)")
+    add("--request-rate", type=above(0, inf), metavar="RATE", help="open loop, requests/s (default: a closed loop)")
+    add(
+        "--burstiness", type=above(0, inf), default=1.0, metavar="K", help="gamma shape; 1: Poisson, inf: constant gaps"
+    )
+    add("--max-concurrency", type=whole(1), metavar="N", help="slots of a closed loop (default: 8), cap of an open one")
+    add("--ramp", type=real(0), default=0.0, metavar="SECONDS", help="over which a closed loop's slots begin")
+    add("--think-time", type=real(0), default=0.0, metavar="SECONDS")
+    add(
+        "--warmup", type=whole(0), metavar="N", help="requests before, of every group, not measured (default: as slots)"
+    )
+    add("--client-processes", type=whole(1), default=1, metavar="N")
     add("--goodput", action="append", default=[], metavar="NAME:MS", help="ttft, tpot or e2el, such as ttft:500")
-    add("--seed", type=int, default=0)
+    add("--seed", type=whole(0), default=0)
 
 
 def run(args: argparse.Namespace) -> int:

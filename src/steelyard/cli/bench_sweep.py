@@ -13,15 +13,28 @@ from steelyard.cli.bench_serve import find_server, make_work, run_options
 if TYPE_CHECKING:
     from steelyard.bench.session import RunResult
     from steelyard.bench.sweep import Capacity, Point
+from steelyard.cli.values import above, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_serve_arguments(parser)
     group = parser.add_argument_group("sweep")
     add = group.add_argument
-    add("--points", type=int, default=4, metavar="N", help="rates between one at a time and saturation (default: 4)")
-    add("--saturation", type=int, default=64, metavar="N", help="slots of the closed loop that saturates (default: 64)")
-    add("--attainment", type=float, default=0.9, metavar="SHARE", help="of requests that must meet --goodput")
+    add(
+        "--points",
+        type=whole(0),
+        default=4,
+        metavar="N",
+        help="rates between one at a time and saturation (default: 4)",
+    )
+    add(
+        "--saturation",
+        type=whole(1),
+        default=64,
+        metavar="N",
+        help="slots of the closed loop that saturates (default: 64)",
+    )
+    add("--attainment", type=above(0, 1), default=0.9, metavar="SHARE", help="of requests that must meet --goodput")
     add("--search", action="store_true", help="find the largest rate that meets --goodput, with a confidence bound")
 
 

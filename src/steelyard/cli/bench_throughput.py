@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steelyard.cli.options import add_engine_arguments, engine_config
+from steelyard.cli.values import above, new_file, real, whole
 from steelyard.config import EngineConfig
 from steelyard.errors import InvalidRequest
 
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="offline", help="names, comma-separated, or `offline` for all five")
-    parser.add_argument("--runs", type=_positive, default=1, help="of each workload; the median is reported")
-    parser.add_argument("--share", type=float, default=1.0, help="of each workload's requests, for a quick look")
+    parser.add_argument("--runs", type=whole(1), default=1, help="of each workload; the median is reported")
+    parser.add_argument("--share", type=above(0, 1), default=1.0, help="of each workload's requests, for a quick look")
     add_common_arguments(parser)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every offline bench: outputs, and those of the engine."""
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and environment")
-    parser.add_argument("--steps", type=Path, metavar="FILE", help="append a record of each step (JSON Lines)")
+    parser.add_argument("--temperature", type=real(0), default=1.0)
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write rows and environment")
+    parser.add_argument("--steps", type=new_file, metavar="FILE", help="append a record of each step (JSON Lines)")
     add_engine_arguments(parser)
 
 
@@ -90,10 +91,3 @@ def write(path: Path | None, config: EngineConfig, rows: list[dict[str, Any]]) -
         report = {"environment": environment(), "config": asdict(config), "rows": rows}
         path.write_text(json.dumps(report, indent=2) + "\n")
         print(f"wrote {path}")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

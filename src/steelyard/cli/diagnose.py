@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.errors import InvalidRequest
+from steelyard.cli.values import above, old_file, whole
+from steelyard.errors import InvalidRequest, reason
 
 if TYPE_CHECKING:
     from steelyard.diagnose.observation import Observation
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="?", metavar="URL|REPORT", help="a server with /metrics, or a saved report (JSON)")
-    add("--stage", type=int, metavar="N", help="of a report by stages (default: the last)")
-    add("--seconds", type=float, default=10.0, help="to watch a server (default: 10)")
-    add("--max-num-seqs", type=int, metavar="N", help="the server's cap, where it does not say")
+    add("--stage", type=whole(0), metavar="N", help="of a report by stages (default: the last)")
+    add("--seconds", type=above(0), default=10.0, help="to watch a server (default: 10)")
+    add("--max-num-seqs", type=whole(1), metavar="N", help="the server's cap, where it does not say")
     add("--plan-model", metavar="MODEL", help="with --plan-device: step times against the device's floor")
     add("--plan-device", metavar="DEVICE")
-    add("--ttft", type=float, metavar="MS", help="target, with --tpot: which stage of a request misses it")
-    add("--tpot", type=float, metavar="MS")
-    add("--prompts", type=Path, metavar="FILE", help="JSON Lines of prompts: see where shared prefixes break")
+    add("--ttft", type=above(0), metavar="MS", help="target, with --tpot: which stage of a request misses it")
+    add("--tpot", type=above(0), metavar="MS")
+    add("--prompts", type=old_file, metavar="FILE", help="JSON Lines of prompts: see where shared prefixes break")
     add("--prefixes", action="store_true", help="the same of a server's last prompts, by hashes it tells an operator")
     add("--api-key", metavar="KEY", help="an operator's, where the server asks for one")
     add("--show-text", action="store_true", help="look at the text of prompts; else only hashes are compared")
@@ -216,7 +217,7 @@ def _read_prompts(path: Path) -> tuple[list[list[Any]], list[list[str]] | None, 
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"--prompts {path}: {error}", param="prompts") from error
+        raise InvalidRequest(f"--prompts {path}: {reason(error)}", param="prompts") from error
     for number, row in enumerate(rows, 1):
         if "hash_ids" in row:
             prompts.append(row["hash_ids"])

@@ -17,8 +17,9 @@ from typing import Any
 
 from steelyard.cli.durations import duration, size
 from steelyard.cli.timeline import picture, timeline
+from steelyard.cli.values import new_file, url, whole
 from steelyard.core.timed import State
-from steelyard.errors import NotFound, StartError
+from steelyard.errors import NotFound, StartError, reason
 from steelyard.ledger.states import DESCRIPTIONS, TIMED_NAMES, group_of
 
 _MARKS = {"edge": "e", "waiting": ".", "displaced": "x", "resident": "#", "tail": "t"}
@@ -29,12 +30,12 @@ _TIMEOUT_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="?", help="a request's id, or a file written by --ledger-log")
-    add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    add("--url", type=url, default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     add("--api-key", help="where the server needs one")
-    add("--slowest", type=int, metavar="N", help="the N slowest of the last requests")
+    add("--slowest", type=whole(1), metavar="N", help="the N slowest of the last requests")
     add("--timeline", action="store_true", help="rows over the last steps")
-    add("--svg", type=Path, metavar="FILE", help="of --timeline: draw it too, to scale in time")
-    add("--last", type=int, default=100, metavar="N", help="steps of --timeline (default: %(default)s)")
+    add("--svg", type=new_file, metavar="FILE", help="of --timeline: draw it too, to scale in time")
+    add("--last", type=whole(1), default=100, metavar="N", help="steps of --timeline (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +69,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"{path}: cannot be read ({error})") from None
+        raise StartError(f"{path}: cannot be read ({reason(error)})") from None
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:

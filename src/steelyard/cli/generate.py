@@ -23,7 +23,7 @@ from steelyard.cli.prompts import (
     result_line,
     sampling_values,
 )
-from steelyard.errors import InvalidRequest, StartError
+from steelyard.errors import InvalidRequest, StartError, reason
 
 if TYPE_CHECKING:
     from steelyard.llm import LLM, Job, Progress, RequestOutput
@@ -138,4 +138,4 @@ def _opened(name: str, mode: str) -> TextIO:
     try:
         return cast(TextIO, Path(name).open(mode, encoding="utf-8"))
     except OSError as error:
-        raise StartError(f"cannot open {name}: {error.strerror}") from None
+        raise StartError(f"cannot open {name}: {reason(error)}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import select
@@ -10,8 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from steelyard import __version__
+from steelyard.cli.parser import Misuse, Parser
 from steelyard.engine.threads import with_short_spins
-from steelyard.errors import SteelyardError
+from steelyard.errors import SteelyardError, reason
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a model over the OpenAI API",
@@ -20,7 +20,7 @@ COMMANDS: dict[str, str] = {
     "chat": "talk to a model in the terminal",
     "explain": "tell where a request's time went, from a server's ledger or a log",
     "plan": "say what serving a model will cost, before anything runs",
-    "bench": "measure: attention kernels against each other and the machine",
+    "bench": "measure: a server under load, the engine alone, attention kernels, and this machine's own limits",
     "diagnose": "say which resource binds a server or a saved benchmark, with the numbers, and what to try",
     "ablate": "change one thing of the server at a time, and see what it cost or saved, and where",
     "quality": "judge whether a faster server still answers as well as a base one",
@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     os.environ.update(with_short_spins(os.environ))  # before a command loads torch
-    parser = argparse.ArgumentParser(
-        prog="steelyard", description="An LLM inference server that weighs what it spends."
-    )
+    parser = Parser(prog="steelyard", description="An LLM inference server that weighs what it spends.")
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((w for w in words if not w.startswith("-")), None)
@@ -64,11 +62,22 @@ def _run(words: list[str]) -> int:
             module = importlib.import_module(f"steelyard.cli.{name}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    args = parser.parse_args(words)
+    try:
+        args = parser.parse_args(words)
+    except Misuse as mistake:
+        print(mistake, file=sys.stderr)
+        return 2
     try:
         return int(args.run(args))
     except SteelyardError as error:
         print(f"steelyard {args.command}: {error.message}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:  # not of a file that was named
+            raise
+        print(f"steelyard {args.command}: {error.filename}: {reason(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -14,12 +14,14 @@ import argparse
 import importlib
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from steelyard.cli import plan_text, plan_topics
-from steelyard.errors import StartError
+from steelyard.cli.values import above, new_file, real, whole
+from steelyard.errors import StartError, reason
 from steelyard.plan.device import Device, ceilings_toml, find_device
 from steelyard.plan.models import PlannedModel, find_model
 from steelyard.plan.planner import BATCHES, Options, Plan, make_plan
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="*", metavar="MODEL", help=what)
     add("--device", metavar="NAME", help="an accelerator's name, or a .toml file with one (default: H200)")
     add("--measure", action="store_true", help="measure the ceilings of the device in this machine and use them")
-    add("--save", metavar="FILE", help="with --measure: write the device with its ceilings as TOML")
+    add("--save", type=new_file, metavar="FILE", help="with --measure: write the device with its ceilings as TOML")
     group = parser.add_argument_group("configuration", "as the flags of `steelyard serve`")
     _add_configuration(group)
     group = parser.add_argument_group("load and targets")
@@ -65,21 +67,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--json", action="store_true", help="print data with stable keys in place of tables")
     add("--explain", action="store_true", help="under each number, the formula and what went into it")
-    add("--plot", metavar="FILE", help="write a page with plots: roofline, throughput against TPOT, memory")
+    add(
+        "--plot",
+        type=new_file,
+        metavar="FILE",
+        help="write a page with plots: roofline, throughput against TPOT, memory",
+    )
     plan_topics.add_arguments(parser)
 
 
 def _add_configuration(group: Any) -> None:
     add = group.add_argument
-    add("--tensor-parallel-size", "--tp", type=int, default=1, dest="tp", metavar="N", help="devices of a replica")
+    add("--tensor-parallel-size", "--tp", type=whole(1), default=1, dest="tp", metavar="N", help="devices of a replica")
     add("--dtype", metavar="NAME", help="of weights: bfloat16, fp8, int4, q4_k, ... (default: as stored)")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="bfloat16, fp8, float32 (default: bfloat16)")
     what = "of a sequence, in the tables; the first one in the memory table (default: input + output, or 4096)"
     add("--context", type=parse_counts, default=(), metavar="TOKENS,...", help=what)
-    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
-    add("--block-size", type=int, default=64, metavar="TOKENS", help="(default: 64)")
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: 256)")
-    add("--max-num-batched-tokens", type=int, default=8192, metavar="TOKENS", help="(default: 8192)")
+    add("--gpu-memory-utilization", type=above(0, 1), default=0.9, metavar="SHARE", help="(default: 0.9)")
+    add("--block-size", type=whole(1), default=64, metavar="TOKENS", help="(default: 64)")
+    add("--max-num-seqs", type=whole(1), default=256, metavar="N", help="(default: 256)")
+    add("--max-num-batched-tokens", type=whole(1), default=8192, metavar="TOKENS", help="(default: 8192)")
     add("--enforce-eager", action="store_true", help="no CUDA graphs, and no memory for them")
     add("--batch", type=parse_counts, default=BATCHES, metavar="N,...", help="rows of a decode step, in the table")
     add("--records", metavar="FILE", help="measured steps (JSON Lines) to calibrate the estimates with")
@@ -87,17 +94,23 @@ def _add_configuration(group: Any) -> None:
 
 def _add_load(group: Any) -> None:
     add = group.add_argument
-    add("--rate", type=float, metavar="R", help="requests per second")
-    add("--input", type=int, metavar="TOKENS", help="of a prompt, mean")
-    add("--output", type=int, metavar="TOKENS", help="of an answer, mean")
-    add("--cached-tokens", type=int, default=0, metavar="TOKENS", help="of a prompt found in the prefix cache, mean")
-    add("--arrival-cv", type=float, default=1.0, metavar="CV", help="burstiness of arrivals (default: 1, Poisson)")
+    add("--rate", type=above(0), metavar="R", help="requests per second")
+    add("--input", type=whole(1), metavar="TOKENS", help="of a prompt, mean")
+    add("--output", type=whole(1), metavar="TOKENS", help="of an answer, mean")
+    add(
+        "--cached-tokens",
+        type=whole(0),
+        default=0,
+        metavar="TOKENS",
+        help="of a prompt found in the prefix cache, mean",
+    )
+    add("--arrival-cv", type=real(0), default=1.0, metavar="CV", help="burstiness of arrivals (default: 1, Poisson)")
     add("--trace", metavar="FILE", help="rate and lengths from a trace: Mooncake JSON Lines or Azure CSV")
     add("--ttft", type=parse_time, metavar="TIME", help="target for the time to first token, such as 500ms")
     add("--tpot", type=parse_time, metavar="TIME", help="target for the time per output token, such as 50ms")
-    add("--attainment", type=float, default=0.9, metavar="SHARE", help="of requests within --ttft (default: 0.9)")
-    add("--replicas", type=int, metavar="N", help="(default: as few as meet the targets)")
-    add("--price-per-hour", type=float, metavar="PRICE", help="of one device, for the cost per million tokens")
+    add("--attainment", type=above(0, 1), default=0.9, metavar="SHARE", help="of requests within --ttft (default: 0.9)")
+    add("--replicas", type=whole(1), metavar="N", help="(default: as few as meet the targets)")
+    add("--price-per-hour", type=real(0), metavar="PRICE", help="of one device, for the cost per million tokens")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,7 +154,7 @@ def _write_plot(path: Path, plan: Plan) -> None:
     try:
         path.write_text(page)
     except OSError as error:
-        raise StartError(f"--plot {path}: cannot be written ({error.strerror})", param="plot") from error
+        raise StartError(f"--plot {path}: cannot be written ({reason(error)})", param="plot") from error
 
 
 def _device(args: argparse.Namespace) -> Device:
@@ -150,13 +163,15 @@ def _device(args: argparse.Namespace) -> Device:
             raise StartError("--save needs --measure: there are no ceilings to write otherwise", param="save")
         return find_device("H200" if args.device is None else args.device)
     ceilings = importlib.import_module("steelyard.perf.ceilings")
+    if (busy := ceilings.busy_with_others()) is not None:
+        print(f"steelyard plan: {busy}; measure again when it is quiet", file=sys.stderr)
     device: Device = ceilings.measure(args.device)
     text = ceilings_toml(device)
     if args.save:
         try:
             Path(args.save).write_text(text)
         except OSError as error:
-            raise StartError(f"--save {args.save}: cannot be written ({error.strerror})", param="save") from error
+            raise StartError(f"--save {args.save}: cannot be written ({reason(error)})", param="save") from error
     if not args.json and not args.words:
         print(text, end="")
     return device

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cli.plan_text import table
+from steelyard.cli.values import above, real, whole
 from steelyard.errors import StartError
 from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Setup
@@ -55,13 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="compare: an alternative, such as device=H100",
     )
-    add("--network", type=float, metavar="GB/S", help="cache: bandwidth to another machine's cache")
-    add("--history", type=int, default=32_000, metavar="TOKENS", help="cache: of a conversation (default: 32000)")
-    add("--remove", type=int, metavar="TOKENS", help="cache: deleted from its middle (default: half of it)")
-    add("--tail", type=int, metavar="TOKENS", help="cache: behind what is deleted (default: a quarter)")
-    add("--summary", type=int, default=500, metavar="TOKENS", help="cache: put in its place (default: 500)")
-    add("--turns", type=int, default=20, metavar="N", help="cache: still to come (default: 20)")
-    add("--hit-rate", type=float, default=1.0, metavar="SHARE", help="cache: a turn finds its prefix (default: 1)")
+    add("--network", type=above(0), metavar="GB/S", help="cache: bandwidth to another machine's cache")
+    add("--history", type=whole(1), default=32_000, metavar="TOKENS", help="cache: of a conversation (default: 32000)")
+    add("--remove", type=whole(0), metavar="TOKENS", help="cache: deleted from its middle (default: half of it)")
+    add("--tail", type=whole(0), metavar="TOKENS", help="cache: behind what is deleted (default: a quarter)")
+    add("--summary", type=whole(0), default=500, metavar="TOKENS", help="cache: put in its place (default: 500)")
+    add("--turns", type=whole(1), default=20, metavar="N", help="cache: still to come (default: 20)")
+    add(
+        "--hit-rate",
+        type=real(0, 1),
+        default=1.0,
+        metavar="SHARE",
+        help="cache: a turn finds its prefix (default: 1)",
+    )
     add("--held-out", metavar="FILE", help="fit: measured steps to predict (default: those fitted)")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from steelyard.cli.values import above, real, whole
 from steelyard.core.sampling import SamplingParams
 from steelyard.errors import InvalidRequest
 
@@ -36,15 +37,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int, 
     parser.set_defaults(max_tokens=max_tokens, temperature=temperature)
     group = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
     add = group.add_argument
-    add("--max-tokens", type=int, metavar="N", help=f"at most this many tokens an answer (default: {max_tokens})")
-    add("--min-tokens", type=int, metavar="N", help="no end of text before this many")
-    add("--temperature", type=float, metavar="T", help=f"0: always the likeliest token (default: {temperature:g})")
-    add("--top-p", type=float, metavar="P")
-    add("--top-k", type=int, metavar="K")
-    add("--min-p", type=float, metavar="P")
-    add("--presence-penalty", type=float, metavar="X")
-    add("--frequency-penalty", type=float, metavar="X")
-    add("--repetition-penalty", type=float, metavar="X")
+    add("--max-tokens", type=whole(1), metavar="N", help=f"at most this many tokens an answer (default: {max_tokens})")
+    add("--min-tokens", type=whole(0), metavar="N", help="no end of text before this many")
+    add("--temperature", type=real(0), metavar="T", help=f"0: always the likeliest token (default: {temperature:g})")
+    add("--top-p", type=above(0, 1), metavar="P")
+    add("--top-k", type=whole(-1), metavar="K")
+    add("--min-p", type=real(0, 1), metavar="P")
+    add("--presence-penalty", type=real(-2, 2), metavar="X")
+    add("--frequency-penalty", type=real(-2, 2), metavar="X")
+    add("--repetition-penalty", type=above(0), metavar="X")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--ignore-eos", action="store_true", help="go on after the end of text")
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from steelyard.cli.values import whole
 from steelyard.errors import RequestFailed
 
 if TYPE_CHECKING:
@@ -21,10 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base", required=True, metavar="URL", help="the server whose answers count as right")
     add("--arm", required=True, metavar="URL", help="the server to judge")
     add("--model", metavar="NAME", help="in requests (default: the first that each server lists)")
-    add("--tasks", type=int, default=96, metavar="N")
-    add("--at-once", type=int, default=8, metavar="N", help="requests at a time; the noise floor takes 1 (default: 8)")
-    add("--top", type=int, default=5, metavar="K", help="log probabilities at each place, for KL")
-    add("--seed", type=int, default=0)
+    add("--tasks", type=whole(1), default=96, metavar="N")
+    add(
+        "--at-once",
+        type=whole(1),
+        default=8,
+        metavar="N",
+        help="requests at a time; the noise floor takes 1 (default: 8)",
+    )
+    add("--top", type=whole(1), default=5, metavar="K", help="log probabilities at each place, for KL")
+    add("--seed", type=whole(0), default=0)
     add("--json", action="store_true")
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from steelyard.cli.options import add_engine_arguments, engine_config
-from steelyard.errors import InvalidRequest
+from steelyard.cli.values import real, whole
 
 if TYPE_CHECKING:
     from steelyard.perf.selftest import Outcome
@@ -18,11 +18,15 @@ NEAR_TIE_NATS = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt-len", type=int, default=96, metavar="TOKENS", help="of the request (default: 96)")
-    parser.add_argument("--max-tokens", type=int, default=48, metavar="TOKENS", help="of its answer (default: 48)")
+    parser.add_argument(
+        "--prompt-len", type=whole(16), default=96, metavar="TOKENS", help="of the request (default: 96)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole(16), default=48, metavar="TOKENS", help="of its answer (default: 48)"
+    )
     parser.add_argument(
         "--near-tie",
-        type=float,
+        type=real(0),
         default=NEAR_TIE_NATS,
         metavar="NATS",
         help=f"two tokens this near may change places (default: {NEAR_TIE_NATS}); with --deterministic nothing may",
@@ -34,9 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print every situation; 1 if one differs by more than it may, or did not come about. Raises StartError."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for name in ("prompt_len", "max_tokens"):
-        if getattr(args, name) < 16:
-            raise InvalidRequest(f"--{name.replace('_', '-')} must be at least 16", param=name)
     config = engine_config(args)
     from steelyard.llm import LLM
     from steelyard.perf.selftest import Load, run_selftest, seconds_alone

@@ -12,7 +12,7 @@ from typing import Any
 
 from steelyard.cli.options import parse_size
 from steelyard.config import LOG_FORMATS, REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 
 _SECONDS: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
 _TOKENS: dict[str, Any] = {"type": int, "metavar": "TOKENS"}
@@ -43,7 +43,7 @@ def with_file(args: argparse.Namespace, add_arguments: Callable[[argparse.Argume
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise StartError(f"--config {path}: {error}") from None
+        raise StartError(f"--config {path}: {reason(error)}") from None
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_arguments(parser)
     try:

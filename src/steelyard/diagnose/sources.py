@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.diagnose.observation import Observation, derived_tpot_s
-from steelyard.errors import InvalidRequest
+from steelyard.errors import InvalidRequest, reason
 
 Json = dict[str, Any]
 
@@ -17,7 +17,7 @@ def read_report(path: Path, stage: int | None = None) -> Observation:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{path}: cannot be read as JSON ({error})") from error
+        raise InvalidRequest(f"{path}: cannot be read as JSON ({reason(error)})") from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path}: must be a JSON object")
     try:

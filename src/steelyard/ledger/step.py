@@ -127,7 +127,7 @@ def shares(device_ns: int, rows: Participants, rates: Rates, padded_tokens: int 
     each = weights(rows, load, rates)
     for_rows_ns = device_ns
     if rates.is_known:
-        expected_ns = float(_sum(each))
+        expected_ns = rates.requests_ns(load)  # what `each` sums to
         padding_ns = rates.token_ns * padded_tokens
         whole_ns = max(expected_ns + padding_ns + rates.overhead_ns, 1e-9)
         for_rows_ns = min(device_ns, round(expected_ns * min(1.0, device_ns / whole_ns)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.entry import Checkpoint, TensorEntry
-from steelyard.errors import CheckpointError
+from steelyard.errors import CheckpointError, reason
 from steelyard.layers.linear import Stored, Target
 from steelyard.models.decoder import Decoder
 from steelyard.models.families import family_of
@@ -104,7 +104,7 @@ def map_file(path: Path) -> Tensor:
         with path.open("rb") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
 
 
 def copy_tensor(entry: TensorEntry, data: Tensor, target: Target) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 
 GIB = 2**30
 _NUMBERS = ("bf16_tflops", "bandwidth_gb_per_s", "memory_gib")
@@ -143,7 +143,7 @@ def read_device(path: Path) -> Device:
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
-        raise StartError(f"--device {path}: cannot be read ({error.strerror})", param="device") from error
+        raise StartError(f"--device {path}: cannot be read ({reason(error)})", param="device") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StartError(f"--device {path}: is not TOML ({error})", param="device") from error
     optional = ("fp8_tflops", "fp32_tflops", "link_gb_per_s", "host_gb_per_s", "name", "measured")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 from steelyard.plan.costs import Chunk
 
 
@@ -44,7 +44,7 @@ def read_records(path: Path, flag: str = "records") -> list[StepRecord]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"--{flag} {path}: cannot be read ({error})", param=flag) from error
+        raise StartError(f"--{flag} {path}: cannot be read ({reason(error)})", param=flag) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean, pvariance
 
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def read_trace(path: Path) -> list[Arrival]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"--trace {path}: cannot be read ({error})", param="trace") from error
+        raise StartError(f"--trace {path}: cannot be read ({reason(error)})", param="trace") from error
     rows: Iterable[tuple[int, object]]
     if text.lstrip().startswith("{"):
         rows = [(n, _json(path, n, line)) for n, line in enumerate(text.splitlines(), 1) if line.strip()]

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from steelyard.core.timed import State, Timed
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 from steelyard.server.collector import Collector
 from steelyard.wire.messages import Finished
 
@@ -251,7 +251,7 @@ class LedgerLog:
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise StartError(f"--ledger-log {path}: {error.strerror or error}") from None
+            raise StartError(f"--ledger-log {path}: {reason(error)}") from None
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="ledger-log", daemon=True)
         self._thread.start()

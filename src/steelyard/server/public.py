@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steelyard.core.hashing import chain, root_hash
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.wire.messages import Ready
 
@@ -56,7 +56,7 @@ def load_public(paths: Sequence[str], tokenizer: Tokenizer | None, ready: Ready)
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeError) as error:
-            raise StartError(f"--public-prefix {path}: {error}") from None
+            raise StartError(f"--public-prefix {path}: {reason(error)}") from None
         if tokenizer is None:
             raise StartError(f"--public-prefix {path}: this server has no tokenizer for it")
         variants = [tokenizer.encode(text, special) for special in (False, True)]

@@ -23,7 +23,7 @@ from steelyard.core.step import (
     TokenLogprobs,
     Want,
 )
-from steelyard.errors import StartError
+from steelyard.errors import StartError, reason
 
 SCRIPT_HIDDEN_SIZE = 8
 """Values of a pooled answer."""
@@ -53,8 +53,10 @@ class Script:
                 answers={_ids(item["prompt"]): _ids(item["output"]) for item in raw.get("answers", ())},
                 step_ms=float(raw.get("step_ms", 0)),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StartError(f"script {path}: {type(error).__name__}: {error}") from error
+        except OSError as error:
+            raise StartError(f"--script {path}: cannot be read ({reason(error)})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise StartError(f"--script {path}: {type(error).__name__}: {error}") from error
 
     def token(self, output: Sequence[int], index: int) -> int:
         return output[index] if index < len(output) else self.eos_token_id

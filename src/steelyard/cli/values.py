@@ -1,0 +1,126 @@
+"""Types of flags' values, shared by all commands: numbers in a range, a server's address, where a file may be written.
+
+Each is given to argparse as `type=`. What does not fit raises argparse.ArgumentTypeError, which the parser prints with
+the flag's name, before anything is measured or loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number of at least `least` and at most `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be a whole number {_range(least, most)}, got {value}")
+        return value
+
+    return parse
+
+
+def real(least: float, most: float | None = None) -> Callable[[str], float]:
+    """A number of at least `least` and at most `most`; inf only where `most` is inf."""
+
+    def parse(text: str) -> float:
+        value = _number(text)
+        if not least <= value or (value == math.inf if most is None else value > most):
+            raise argparse.ArgumentTypeError(f"must be a number {_range(least, most)}, got {text}")
+        return value
+
+    return parse
+
+
+def above(limit: float, most: float | None = None) -> Callable[[str], float]:
+    """A number above `limit` and at most `most`; inf only where `most` is inf."""
+
+    def parse(text: str) -> float:
+        value = _number(text)
+        if not limit < value or (value == math.inf if most is None else value > most):
+            upper = "" if most is None or most == math.inf else f" and at most {most:g}"
+            raise argparse.ArgumentTypeError(f"must be a number above {limit:g}{upper}, got {text}")
+        return value
+
+    return parse
+
+
+def counts(text: str) -> tuple[int, int]:
+    """`8` or `1..256`: (first, last), whole numbers of at least 1, the first no larger than the last."""
+    low, dots, high = text.partition("..")
+    try:
+        first, last = int(low), int(high if dots else low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or LOW..HIGH, such as 1..256, got {text!r}") from None
+    if not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(f"must be LOW..HIGH with 1 <= LOW <= HIGH, got {text}")
+    return first, last
+
+
+def url(text: str) -> str:
+    """A server's address, without a slash at its end."""
+    if not text.startswith(("http://", "https://")) or not text.split("://", 1)[1].strip("/"):
+        raise argparse.ArgumentTypeError(f"must begin with http:// or https://, such as http://{text or 'HOST:PORT'}")
+    return text.rstrip("/")
+
+
+def new_file(text: str) -> Path:
+    """A path that a file can be written to: its folder is there, and it is no folder itself."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: there is no folder {path.parent}")
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """A path that a folder is at, or can be made at."""
+    path = Path(text)
+    taken = next((p for p in (path, *path.parents) if p.exists()), Path("."))
+    if not taken.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be a folder: {taken} is a file")
+    return path
+
+
+def old_file(text: str) -> Path:
+    """A file that is there to be read."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    return path
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def _range(least: float, most: float | None) -> str:
+    if most is None or most == math.inf:
+        return f"of at least {least:g}"
+    return f"between {least:g} and {most:g}"

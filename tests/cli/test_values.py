@@ -1,0 +1,81 @@
+"""Values of flags are refused before anything is measured, and a mistake on a command line is one line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.cli import values
+from steelyard.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("parse", "good", "bad"),
+    [
+        (values.whole(1), {"1": 1, "70": 70}, ("0", "-1", "x", "1.5", "")),
+        (values.whole(0, 3), {"0": 0, "3": 3}, ("4", "-1")),
+        (values.real(0), {"0": 0.0, "2.5": 2.5}, ("-0.1", "nan", "inf", "x")),
+        (values.real(-2, 2), {"-2": -2.0, "2": 2.0}, ("2.1", "nan")),
+        (values.above(0), {"0.5": 0.5}, ("0", "-1", "nan", "inf")),
+        (values.above(0, 1), {"1": 1.0}, ("0", "1.01")),
+        (values.above(0, inf), {"inf": inf}, ("0", "nan")),
+        (values.counts, {"8": (8, 8), "1..256": (1, 256)}, ("x", "0", "4..2", "1..", "..3")),
+        (values.url, {"http://h:1/": "http://h:1", "https://h": "https://h"}, ("h:1", "http://", "")),
+        (values.json_object, {'{"a": 1}': {"a": 1}}, ("x", "[1]")),
+    ],
+)
+def test_a_value_is_taken_or_refused_in_words(
+    parse: Callable[[str], Any], good: dict[str, Any], bad: tuple[str, ...]
+) -> None:
+    for text, value in good.items():
+        assert parse(text) == value
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="must"):
+            parse(text)
+
+
+def test_where_nothing_can_be_written_or_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("")
+    assert values.new_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert values.new_folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert values.old_file(str(tmp_path / "there")) == tmp_path / "there"
+    for parse, path in (
+        (values.new_file, tmp_path),
+        (values.new_file, tmp_path / "no" / "x"),
+        (values.new_folder, tmp_path / "there" / "x"),
+        (values.old_file, tmp_path / "missing"),
+        (values.old_file, tmp_path),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=str(path)):
+            parse(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("bench latency --batch x", "steelyard bench latency: --batch: must be a number or LOW..HIGH"),
+        ("bench latency --runs 0", "--runs: must be a whole number of at least 1, got 0"),
+        ("bench throughput --share 0", "--share: must be a number above 0 and at most 1, got 0"),
+        ("bench throughput --json /nodir/x", "--json: /nodir/x cannot be written: there is no folder /nodir"),
+        ("bench serve --extra-body x", "--extra-body: must be a JSON object"),
+        ("bench serve --base-url h:1", "--base-url: must begin with http://"),
+        ("bench serve --save-result --result-dir /dev/null/x", "--result-dir: /dev/null/x cannot be a folder"),
+        ("explain --timeline --svg /nodir/x.svg", "--svg: /nodir/x.svg cannot be written"),
+        ("explain --slowest 0", "--slowest: must be a whole number of at least 1"),
+        ("explain --url h:1", "--url: must begin with http://"),
+        ("diagnose http://h:1 --seconds 0", "--seconds: must be a number above 0, got 0"),
+        ("selftest --near-tie -1", "--near-tie: must be a number of at least 0"),
+        ("serve --port x", "steelyard serve: --port: invalid int value: 'x' (`steelyard serve --help`"),
+        ("serve --max-mdel-len 3", "steelyard serve: there is no flag --max-mdel-len; did you mean --max-model-len?"),
+        ("bench serve --bogus=1", "steelyard bench serve: there is no flag --bogus ("),
+    ],
+)
+def test_a_mistake_on_a_command_line_is_one_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
