@@ -173,6 +173,11 @@ def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) 
     assert "--url" in capsys.readouterr().err
 
 
+def test_a_picture_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "cmpl-1", "--svg", str(tmp_path / "x.svg")]) == 2
+    assert "--timeline" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("ns", "text"), [(412_000_000, "412.0 ms"), (1_530_000_000, "1.53 s"), (-87_000, "-87 us")])
 def test_durations(ns: int, text: str) -> None:
     assert duration(ns) == text

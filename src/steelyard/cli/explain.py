@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises StartError where nothing answers, NotFound for an unknown request."""
+    if args.svg is not None and not args.timeline:
+        raise StartError("--svg: draws what --timeline prints; give --timeline too")
     path = Path(args.what) if args.what else None
     if path is not None and path.suffix == ".jsonl":
         records = read_log(path)
