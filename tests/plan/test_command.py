@@ -152,6 +152,7 @@ def test_a_held_out_file_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]
     assert "--held-out /dev/null: has no step records" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # plan.md has the same two commands, which tests/test_readme.py runs
 def test_measure_saves_a_device_that_a_plan_reads_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
