@@ -13,6 +13,7 @@ from steelyard.cli.durations import duration, size
 from steelyard.cli.explain import _parts, bar, explain, sentence
 from steelyard.cli.main import main
 from steelyard.cli.timeline import picture, timeline
+from steelyard.server.routes.ledger import MAX_LAST
 
 RECORD: dict[str, Any] = {
     "id": "cmpl-1",
@@ -171,6 +172,15 @@ def test_a_bad_log_is_said_in_one_line(
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "cmpl-1", "--url", "http://127.0.0.1:9"]) == 2
     assert "--url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--slowest", "--last"])
+@pytest.mark.parametrize("value", ["0", "-2", "1001"])
+def test_a_count_out_of_range_names_its_flag(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", flag, value])
+    assert ended.value.code == 2
+    assert f"{flag}: must be a whole number between 1 and {MAX_LAST}, got {value}" in capsys.readouterr().err
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ from steelyard.ledger.states import DESCRIPTIONS, TIMED_NAMES, group_of
 _MARKS = {"edge": "e", "waiting": ".", "displaced": "x", "resident": "#", "tail": "t"}
 _WIDTH = 72
 _TIMEOUT_S = 10.0
+_MOST = 1000
+"""What a server tells of at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("what", nargs="?", help="a request's id, or a file written by --ledger-log")
     add("--url", type=url, default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     add("--api-key", help="where the server needs one")
-    add("--slowest", type=whole(1), metavar="N", help="the N slowest of the last requests")
+    add("--slowest", type=whole(1, _MOST), metavar="N", help="the N slowest of the last requests")
     add("--timeline", action="store_true", help="rows over the last steps")
     add("--svg", type=new_file, metavar="FILE", help="of --timeline: draw it too, to scale in time")
-    add("--last", type=whole(1), default=100, metavar="N", help="steps of --timeline (default: %(default)s)")
+    add("--last", type=whole(1, _MOST), default=100, metavar="N", help="steps of --timeline (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
