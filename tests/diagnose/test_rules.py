@@ -23,6 +23,7 @@ CASES = {
     "host": replace(CALM, step_s=0.030, floor_step_s=0.004, mbu=0.13, mfu=0.02),
     "interference": replace(CALM, icl_p50_s=0.01, icl_p99_s=0.2, stalls_with_prefill=0.9),
     "fragmentation": replace(CALM, free_but_failed=5.0),
+    "device": replace(CALM, busy=0.98),
     "nothing: not saturated": CALM,
 }
 
@@ -48,6 +49,12 @@ def test_a_queue_in_the_server_speaks_against_the_client() -> None:
 def test_what_was_not_read_decides_nothing() -> None:
     for unknown in (Observation("t"), Observation("t", waiting=50.0)):
         assert diagnose(unknown).verdict.startswith("not decided")
+
+
+def test_a_busy_device_is_the_last_explanation() -> None:
+    found = diagnose(replace(CASES["interference"], busy=0.99))
+    assert (found.verdict, [f.name for f in found.also]) == ("interference", ["device"])
+    assert diagnose(replace(CALM, busy=0.5)).verdict == "nothing: not saturated"
 
 
 def test_a_zero_that_cannot_be_is_doubted() -> None:

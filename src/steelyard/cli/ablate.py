@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from steelyard.cli.bench_serve import add_load_arguments, add_target_arguments, find_server, make_work
-from steelyard.cli.values import new_folder, whole
+from steelyard.cli.values import new_folder, together, whole
 from steelyard.errors import InvalidRequest, StartError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from steelyard.bench.arms import KNOBS, knobs_named, sets_named
     from steelyard.cli.ablate_save import as_json, save
 
+    together(args, "plan_model", "plan_device")
     knobs = knobs_named(list(KNOBS) if args.knob == ["all"] else args.knob)
     sets = sets_named(args.set)
     if not knobs and not sets:

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.values import above, json_object, new_folder, old_file, real, url, whole
+from steelyard.cli.values import above, json_object, new_folder, old_file, real, together, url, whole
 from steelyard.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ async def run_options(args: argparse.Namespace, work: Work) -> RunOptions:
     from steelyard.bench.selftest import EchoLoad, self_test
     from steelyard.bench.session import RunOptions
 
+    together(args, "plan_model", "plan_device")
     floor = None
     if args.plan_model and args.plan_device:
         roofline = roofline_of(args.plan_model, args.plan_device)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from steelyard.cli.bench_serve import add_arguments as add_serve_arguments
 from steelyard.cli.bench_serve import find_server, make_work, run_options
+from steelyard.cli.values import above, whole
+from steelyard.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from steelyard.bench.session import RunResult
     from steelyard.bench.sweep import Capacity, Point
-from steelyard.cli.values import above, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from steelyard.bench.export import compare_markdown
     from steelyard.cli.bench_save import save
 
+    if args.search:
+        _check_search(args)
     results, capacity = uvloop.run(_Sweep(args).run())
     print(compare_markdown([r.report for r in results]))
     if capacity is not None:
@@ -55,6 +58,25 @@ def run(args: argparse.Namespace) -> int:
         path.write_text(_page(results, capacity))
         print(f"wrote {path}", file=sys.stderr)
     return 0
+
+
+def _check_search(args: argparse.Namespace) -> None:
+    """A search that no rate could end well is refused before it runs. Raises InvalidRequest."""
+    from steelyard.bench.stats import share_lower
+
+    if not args.goodput:
+        raise InvalidRequest("--search needs --goodput: without a target every rate meets it", param="goodput")
+    if args.attainment == 1.0:
+        raise InvalidRequest("--attainment 1: no number of requests shows that all meet a target", param="attainment")
+    enough = args.num_prompts
+    while share_lower(enough, enough) < args.attainment:
+        enough += max(enough // 50, 1)
+    if enough > args.num_prompts:
+        raise InvalidRequest(
+            f"--num-prompts {args.num_prompts}: too few to show {args.attainment:.0%} at 95 % confidence, even if all "
+            f"meet their targets; give {enough}",
+            param="num_prompts",
+        )
 
 
 class _Sweep:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.values import above, old_file, whole
+from steelyard.cli.values import above, old_file, together, whole
 from steelyard.errors import InvalidRequest, reason
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Raises InvalidRequest naming what cannot be read."""
+    together(args, "plan_model", "plan_device")
+    together(args, "ttft", "tpot")
     if args.source is None and args.prompts is None:
         raise InvalidRequest("give a URL, a report, or --prompts FILE", param="source")
     if args.source is not None:
@@ -130,7 +132,7 @@ async def _watch(args: argparse.Namespace) -> Observation:
     """Watch a server's counters for a while. Raises InvalidRequest if it has none."""
     from steelyard.bench.environment import server_facts
     from steelyard.bench.http import HttpClient
-    from steelyard.bench.scrape import Scraper, mean_of
+    from steelyard.bench.scrape import Scraper, fetch, mean_of
     from steelyard.diagnose.observation import Observation
 
     client = HttpClient(args.source, time.perf_counter_ns, args.api_key)
@@ -138,10 +140,13 @@ async def _watch(args: argparse.Namespace) -> Observation:
         scraper = Scraper(client, time.perf_counter_ns)
         await scraper.start()
         if not scraper.side.before:
-            raise InvalidRequest(f"{args.source}: has no /metrics page to read", param="source")
+            raise InvalidRequest(f"{args.source}: {_why_no_page(*await fetch(client))}", param="source")
         await asyncio.sleep(args.seconds)
         side = await scraper.stop()
+        if not side.after:
+            raise InvalidRequest(f"{args.source}: went away while it was watched", param="source")
         facts = await server_facts(client, side.after)
+        _check_device(args, facts.get("config", {}))
     finally:
         client.close()
     ended, generated = side.delta("requests_ended"), side.delta("generation_tokens")
@@ -167,8 +172,30 @@ async def _watch(args: argparse.Namespace) -> Observation:
         queue_s=per["queue_s"],
         prefill_s=per["prefill_s"],
         decode_s=per["decode_s"],
+        busy=_each(side.delta("device_s"), args.seconds),
         unread=tuple(f"{word}: the server has no such metric" for word in absent),
     )
+
+
+def _why_no_page(status: int | None, text: str) -> str:
+    if status is None:
+        return f"does not answer ({text})"
+    if status in (401, 403):
+        return "its /metrics page needs an operator's key: give it with --api-key"
+    return f"has no /metrics page to read (it answers {status})"
+
+
+def _check_device(args: argparse.Namespace, config: dict[str, str]) -> None:
+    """A floor of another kind of device than the server's says nothing. Raises InvalidRequest."""
+    from steelyard.plan.device import DEVICES, find_device
+
+    on_cpu = "cpu" in (config.get("device"), config.get("attention_backend"), config.get("attention"))
+    if on_cpu and args.plan_device and find_device(args.plan_device).name.lower() in DEVICES:
+        raise InvalidRequest(
+            f"--plan-device {args.plan_device}: the server runs on a CPU; measure it with `steelyard plan --measure "
+            "--save mine.toml` there and give that file",
+            param="plan_device",
+        )
 
 
 def _each(value: float | None, count: float | None) -> float | None:

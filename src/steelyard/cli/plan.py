@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 where the model does not fit; raises StartError for bad input, naming the field."""
     words = list(args.words)
     topic = words.pop(0) if words and words[0] in TOPICS else ""
+    plan_topics.refuse_others(args, topic)
     device = _device(args)
     if not words and args.measure and not topic:
         return 0

@@ -72,6 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held-out", metavar="FILE", help="fit: measured steps to predict (default: those fitted)")
 
 
+_READ_BY = {"to": "compare", "network": "cache", "remove": "cache", "tail": "cache", "held_out": "fit"}
+
+
+def refuse_others(args: argparse.Namespace, topic: str) -> None:
+    """A flag of another topic would be ignored. Raises StartError naming it."""
+    for name, reader in _READ_BY.items():
+        if reader != topic and getattr(args, name) not in (None, []):
+            flag = f"--{name.replace('_', '-')}"
+            raise StartError(f"{flag} is read by `steelyard plan {reader} MODEL` only", param=name)
+
+
 def compare(args: argparse.Namespace, model: PlannedModel, options: Options) -> int:
     """The plan of the flags beside that of each --to. Raises StartError for a --to that cannot be read."""
     if not args.to:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from steelyard.errors import InvalidRequest
+
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """A whole number of at least `least` and at most `most`."""
@@ -111,6 +113,15 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
     return value
+
+
+def together(args: argparse.Namespace, *names: str) -> None:
+    """Flags of which one alone would be ignored. Raises InvalidRequest naming the one that is missing."""
+    given = [n for n in names if getattr(args, n) is not None]
+    missing = [n for n in names if getattr(args, n) is None]
+    if given and missing:
+        flag, other = (f"--{n.replace('_', '-')}" for n in (missing[0], given[0]))
+        raise InvalidRequest(f"{flag} is missing: {other} means nothing without it", param=missing[0])
 
 
 def _number(text: str) -> float:

@@ -20,6 +20,7 @@ class Observation:
     ttft_s, tpot_s, icl_p50_s, icl_p99_s, e2e_s
     step_s, step_tokens         a mean step, where the engine exports it
     floor_step_s                plan's floor of a decode step of this batch and context
+    busy                        share of the time in which the device computed a step
     mbu, mfu                    of a mean step, by plan
     stalls_with_prefill         share of the long gaps in which the step had prompt tokens
     free_but_failed             allocations refused although blocks were free
@@ -54,6 +55,7 @@ class Observation:
     decode_s: float | None = None
     step_s: float | None = None
     floor_step_s: float | None = None
+    busy: float | None = None
     mbu: float | None = None
     mfu: float | None = None
     stalls_with_prefill: float | None = None

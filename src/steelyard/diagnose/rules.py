@@ -20,6 +20,7 @@ NEAR_FLOOR = 1.5
 MBU_HIGH = 0.6
 UTIL_LOW = 0.4
 STALL_RATIO = 3.0
+DEVICE_BUSY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,15 @@ def interference(o: Observation) -> Finding | None:
     return t.finding("interference", "a smaller --max-num-batched-tokens")
 
 
+def device(o: Observation) -> Finding | None:
+    """The device computes all the time: what it computes may be any of the others, but more requests only wait."""
+    if o.busy is None:
+        return None
+    t = _Tests()
+    t.above("share of the time in which the device computes", o.busy, DEVICE_BUSY)
+    return t.finding("device", "fewer positions to compute (prefix caching, shorter prompts), or another replica")
+
+
 def fragmentation(o: Observation) -> Finding | None:
     """Allocations fail although blocks or bytes are free."""
     if o.free_but_failed is None:
@@ -193,4 +203,5 @@ RULES: tuple[Callable[[Observation], Finding | None], ...] = (
     host,
     interference,
     fragmentation,
+    device,
 )

@@ -73,6 +73,7 @@ def from_ours(report: Json, max_num_seqs: int | None = None, floor_step_s: float
         icl_p99_s=_ms(window["icl_ms"], "p99"),
         e2e_s=_ms(service["e2e"], "mean"),
         **per,
+        busy=server["device_s"] / seconds if server.get("device_s") is not None and seconds else None,
         floor_step_s=floor_step_s,
         attainment=window.get("attainment"),
         unread=tuple(unread),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from steelyard.diagnose.observation import Observation
-from steelyard.diagnose.rules import RULES, Finding
+from steelyard.diagnose.rules import DEVICE_BUSY, RULES, Finding
 
 Gain = Callable[[str, Observation], str | None]
 """What plan predicts of a verdict's knob, in words; None where it cannot say."""
@@ -84,15 +84,20 @@ def diagnose(o: Observation, gain: Gain = lambda name, o: None, slo_ms: tuple[fl
     )
 
 
-def _strength(finding: Finding) -> tuple[bool, float]:
-    """Interference and prefill explain latency; a cap or a full pool explains why more cannot run, and goes first."""
+def _strength(finding: Finding) -> tuple[bool, bool, float]:
+    """Interference and prefill explain latency; a cap or a full pool explains why more cannot run, and goes first.
+
+    That the device is busy says least, and goes last.
+    """
     structural = finding.name in ("client", "sequence cap", "KV capacity", "fragmentation")
-    return structural, finding.score
+    return structural, finding.name != "device", finding.score
 
 
 def _idle(o: Observation) -> bool:
     """Shown to be idle: a queue that was not read is no empty queue."""
     below_cap = o.client_cap is None or (o.little_in_flight or 0.0) < 0.95 * o.client_cap
+    if o.busy is not None and o.busy >= DEVICE_BUSY:
+        return False
     return o.queued is not None and o.queued < 1.0 and below_cap and (o.attainment is None or o.attainment >= 0.99)
 
 
