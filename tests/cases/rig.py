@@ -108,14 +108,21 @@ class Server:
         return found
 
     def grown(self, before: dict[str, float], name: str) -> float:
-        """How much a metric has grown. The engine reports every 100 ms: waits for a report made from now on."""
-        time.sleep(REPORT_S)
-        return self.metrics().get(name, 0.0) - before.get(name, 0.0)
+        """How much a metric has grown, in `settled` metrics."""
+        return self.settled().get(name, 0.0) - before.get(name, 0.0)
 
     def settled(self) -> dict[str, float]:
-        """Metrics that include all that was answered before this call."""
+        """Metrics that include every step that was run before this call: the engine reports every 100 ms, or later."""
         time.sleep(REPORT_S)
-        return self.metrics()
+        steps = self.http.get("/ledger/steps?last=1").json()["steps"]
+        last, found = steps[-1]["id"] if steps else 0, self.metrics()
+
+        def is_told() -> bool:
+            found.update(self.metrics())
+            return found["steelyard:steps_total"] >= last
+
+        wait_for(is_told, IDLE_S, lambda: f"step {last} is not reported: {found}")
+        return found
 
     def check_idle(self, within_s: float = IDLE_S) -> None:
         """Nothing runs, waits or holds a block, within `within_s`; health is 200."""

@@ -201,6 +201,21 @@ def test_weight_and_targets_are_the_requests_own_or_its_tenants_or_the_flags(key
         del info.config["scheduling_policy"]
 
 
+def test_no_tenant_puts_itself_before_others_unless_it_may(keyed: Served) -> None:
+    info = keyed.service.client.info
+    assert info is not None
+    info.config["scheduling_policy"] = "priority"
+    try:
+        refused = as_tenant(keyed, "acme", priority=-(2**40))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert "must be at least 0 for this tenant" in refused.json()["error"]["message"]
+        assert as_tenant(keyed, "acme", priority=3).status_code == 200
+        assert as_tenant(keyed, "root", priority=-7).status_code == 200
+        assert [submit.priority for submit in keyed.engine.submits[-2:]] == [3, -7]
+    finally:
+        del info.config["scheduling_policy"]
+
+
 def test_the_servers_limits_on_one_request_name_their_flag(keyed: Served) -> None:
     for prompt_len, max_tokens, flag, param in (
         (91, 3, "--max-input-tokens", "prompt"),
