@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from steelyard.cli import values
 from steelyard.cli.main import main
+from steelyard.cli.parser import Parser
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,32 @@ def test_a_mistake_on_a_command_line_is_one_line(line: str, said: str, capsys: p
     assert main(line.split()) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "ablate", "diagnose", "explain", "quality", "selftest", "serve", "bench"])
+def test_every_flag_says_what_it_is(command: str) -> None:
+    parser = Parser(prog=command)
+    importlib.import_module(f"steelyard.cli.{command}").add_arguments(parser)
+    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    parsers = [parser, *(p for a in nested for p in a.choices.values())]
+    flags = [a for p in parsers for a in p._actions if a.option_strings]
+    assert flags
+    assert [a.option_strings for a in flags if not a.help] == []
+
+
+def test_a_default_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of a prompt (default: 256)" in said and "requests, of each group (default: 100) --group" in said
+
+
+def test_the_helps_name_what_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, name in (
+        (["ablate", "--help"], "kv-cache-dtype"),
+        (["bench", "throughput", "--help"], "short-long"),
+        (["plan", "--help"], "waste     reserving KV memory against paging it"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert name in capsys.readouterr().out

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.bench_serve import add_load_arguments, add_target_arguments, find_server, make_work
+from steelyard.cli.bench_serve import add_load_arguments, add_request_arguments, find_server, make_work
 from steelyard.cli.values import new_folder, together, whole
 from steelyard.errors import InvalidRequest, StartError
 
@@ -29,20 +29,30 @@ SPEED_ONLY = "speed only: random weights say nothing of answers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from steelyard.bench.arms import KNOBS, SETS
+
     add = parser.add_argument
     add("serve_model", metavar="MODEL", help="as for steelyard serve")
-    add("--knob", action="append", default=[], metavar="NAME", help="what to change, or all; several: one by one")
-    add("--set", action="append", default=[], metavar="NAME", help="several arms in one table: combinations, batching")
+    add(
+        "--knob",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"what to change: {', '.join(KNOBS)}, or all; several: one by one",
+    )
+    add("--set", action="append", default=[], metavar="NAME", help=f"several arms in one table: {', '.join(SETS)}")
     add("--pairs", type=whole(1), default=3, metavar="N", help="runs of each arm, interleaved (default: 3)")
     add("--serve-args", default="", metavar="FLAGS", help="for every arm, such as '--max-num-seqs 8'")
     add("--quality", action="store_true", help="judge answers of each arm against the last's beside the speed")
-    add("--quality-tasks", type=whole(1), default=96, metavar="N")
+    add("--quality-tasks", type=whole(1), default=96, metavar="N", help="of --quality")
     add("--plan-model", metavar="MODEL", help="with --plan-device: predict each difference before it is measured")
     add("--plan-device", metavar="DEVICE", help="such as H200, or a .toml file")
     add("--save", type=new_folder, metavar="DIR", help="write ablation.md, .json and .html, and every run's report")
-    add("--json", action="store_true")
-    add_target_arguments(parser)
+    add("--json", action="store_true", help="print JSON")
+    add_request_arguments(parser)
     add_load_arguments(parser)
+
+    parser.set_defaults(model=None, api_key=None)
 
 
 def run(args: argparse.Namespace) -> int:

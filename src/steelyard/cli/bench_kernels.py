@@ -18,13 +18,18 @@ PREFILL_TOKENS = {"cuda": 16384, "cpu": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="of queries, keys and values",
+    )
     parser.add_argument("--lengths", type=_ints, help="sequence lengths (GPU: 512 to 16384; CPU: 512, 1024, 2048)")
     parser.add_argument("--head-dims", type=_ints, help="head sizes (GPU: 64,128; CPU: 64)")
     parser.add_argument("--heads", type=whole(1), help="query heads (default: 2048 / head size; CPU: 8)")
     parser.add_argument("--kv-heads", type=_ints, help="KV heads, one table each (default: all, and a quarter)")
-    parser.add_argument("--mask", default="causal", choices=("causal", "full", "both"))
+    parser.add_argument("--mask", default="causal", choices=("causal", "full", "both"), help="of prefills")
     parser.add_argument("--directions", default="forward,backward", help="forward, backward or both, comma-separated")
     parser.add_argument("--backends", help="comma-separated; default: all")
     parser.add_argument("--decode-batches", type=_ints, default=[1, 32], help="batch sizes of the decode cases")

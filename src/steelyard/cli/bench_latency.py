@@ -6,12 +6,12 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from steelyard.cli.bench_throughput import add_common_arguments, start, write
+from steelyard.cli.bench_throughput import add_common_arguments, start, workload_names, write
 from steelyard.cli.values import counts, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workload", default="single", help="names, comma-separated, or `single` for both")
+    parser.add_argument("--workload", default="single", help=workload_names("single"))
     parser.add_argument("--runs", type=whole(1), default=3, help="of each; the median is reported")
     parser.add_argument("--batch", type=counts, metavar="LOW..HIGH", help="a curve over powers of two, such as 1..256")
     parser.add_argument("--input", type=whole(1), default=1024, help="prompt tokens of the curve's requests")

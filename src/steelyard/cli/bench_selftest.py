@@ -13,9 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=above(0), default=20.0, metavar="RATE", help="requests/s (default: 20)")
     add("--events", type=whole(2), default=64, metavar="N", help="of each answer (default: 64)")
     add("--gap-ms", type=real(0), default=10.0, metavar="MS", help="between events (default: 10)")
-    add("--seconds", type=above(0), default=3.0)
-    add("--client-processes", type=whole(1), default=1, metavar="N")
-    add("--json", action="store_true")
+    add("--seconds", type=above(0), default=3.0, help="to run")
+    add("--client-processes", type=whole(1), default=1, metavar="N", help="to send from")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,19 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan-device", metavar="DEVICE", help="such as H200, or a .toml file")
     add("--no-selftest", action="store_true", help="do not run the client against an echo server first")
     add("--save-result", action="store_true", help="write report (JSON, Markdown, CSV, HTML), records and vLLM's JSON")
-    add("--result-dir", type=new_folder, default=Path("results"), metavar="DIR")
+    add("--result-dir", type=new_folder, default=Path("results"), metavar="DIR", help="of what is saved")
     add("--name", default="", help="of the run, in reports and file names")
     add("--json", action="store_true", help="print the report as JSON")
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Where to send, and how requests are written."""
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--base-url", type=url, default="http://127.0.0.1:8000", metavar="URL")
+    add = parser.add_argument_group("server").add_argument
+    add("--base-url", type=url, default="http://127.0.0.1:8000", metavar="URL", help="of the server")
     add("--model", metavar="NAME", help="in requests (default: the first that the server lists)")
-    add("--api-key", metavar="KEY")
-    add("--endpoint", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions")
+    add("--api-key", metavar="KEY", help="where the server asks for one")
+    add_request_arguments(parser)
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """How requests are written."""
+    add = parser.add_argument_group("requests").add_argument
+    add(
+        "--endpoint",
+        choices=("/v1/completions", "/v1/chat/completions"),
+        default="/v1/completions",
+        help="where requests go",
+    )
     add("--prompt-kind", choices=("ids", "text"), help="token ids, or text (default: ids; chat: text)")
     add("--tokenizer", metavar="MODEL", help="for text prompts, and for the ids that may be drawn")
     add("--vocab-size", type=whole(8), metavar="N", help="draw ids below this (default: the tokenizer's, else 30000)")
@@ -63,8 +73,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=whole(1), default=100, metavar="N", help="requests, of each group (default: 100)")
     add("--group", action="append", metavar="NAME", help="short-short, long-short, short-long, long-long, all")
     add("--group-divisor", type=whole(1), default=1, metavar="N", help="shorten the groups so much, for a slow machine")
-    add("--random-input-len", type=whole(1), default=256, metavar="TOKENS")
-    add("--random-output-len", type=whole(1), default=128, metavar="TOKENS")
+    add("--random-input-len", type=whole(1), default=256, metavar="TOKENS", help="of a prompt")
+    add("--random-output-len", type=whole(1), default=128, metavar="TOKENS", help="of an answer")
     add(
         "--random-range-ratio",
         type=real(0, 1),
@@ -73,7 +83,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths between 1 - R and 1 + R of those",
     )
     add("--shared-prefix", type=whole(0), metavar="TOKENS", help="in front of every prompt, on top of its input length")
-    add("--num-prefixes", type=whole(1), default=1, metavar="N")
+    add("--num-prefixes", type=whole(1), default=1, metavar="N", help="different ones, for --shared-prefix")
     add("--turns", type=whole(1), metavar="N", help="conversations of this many turns; --num-prompts of them")
     add("--trace", type=old_file, metavar="FILE", help="replay Azure's or BurstGPT's CSV, or Mooncake's JSON Lines")
     add("--time-scale", type=above(0), default=1.0, metavar="X", help="stretch a trace's times (default: 1)")
@@ -83,13 +93,19 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-concurrency", type=whole(1), metavar="N", help="slots of a closed loop (default: 8), cap of an open one")
     add("--ramp", type=real(0), default=0.0, metavar="SECONDS", help="over which a closed loop's slots begin")
-    add("--think-time", type=real(0), default=0.0, metavar="SECONDS")
+    add(
+        "--think-time",
+        type=real(0),
+        default=0.0,
+        metavar="SECONDS",
+        help="between an answer and the next request of a slot",
+    )
     add(
         "--warmup", type=whole(0), metavar="N", help="requests before, of every group, not measured (default: as slots)"
     )
-    add("--client-processes", type=whole(1), default=1, metavar="N")
+    add("--client-processes", type=whole(1), default=1, metavar="N", help="to send from")
     add("--goodput", action="append", default=[], metavar="NAME:MS", help="ttft, tpot or e2el, such as ttft:500")
-    add("--seed", type=whole(0), default=0)
+    add("--seed", type=whole(0), default=0, help="of prompts, lengths and arrivals")
 
 
 def run(args: argparse.Namespace) -> int:

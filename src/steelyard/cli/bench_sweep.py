@@ -7,8 +7,8 @@ import sys
 from copy import copy
 from typing import TYPE_CHECKING
 
+from steelyard.cli.bench_serve import Display, find_server, make_work, run_options
 from steelyard.cli.bench_serve import add_arguments as add_serve_arguments
-from steelyard.cli.bench_serve import find_server, make_work, run_options
 from steelyard.cli.values import above, whole
 from steelyard.errors import InvalidRequest
 
@@ -131,7 +131,10 @@ class _Sweep:
         self._number += 1
         print(f"{name} ...", file=sys.stderr, flush=True)
         work = make_work(args, seed=args.seed + self._number)
-        return await run_session(self._server, work, replace(self._options, name=name))
+        show = Display(len(work.requests), sys.stderr.isatty())
+        result = await run_session(self._server, work, replace(self._options, name=name), show)
+        show.end()
+        return result
 
 
 def _said(capacity: Capacity) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steelyard.cli.options import add_engine_arguments, engine_config
+from steelyard.cli.ticker import Ticker
 from steelyard.cli.values import above, new_file, real, whole
 from steelyard.config import EngineConfig
 from steelyard.errors import InvalidRequest
@@ -19,15 +20,22 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workload", default="offline", help="names, comma-separated, or `offline` for all five")
+    parser.add_argument("--workload", default="offline", help=workload_names("offline"))
     parser.add_argument("--runs", type=whole(1), default=1, help="of each workload; the median is reported")
     parser.add_argument("--share", type=above(0, 1), default=1.0, help="of each workload's requests, for a quick look")
     add_common_arguments(parser)
 
 
+def workload_names(kind: str) -> str:
+    """What --workload may be, for its help."""
+    from steelyard.perf.workloads import case_names
+
+    return f"names or beginnings of them, comma-separated: {', '.join(case_names(kind))}; `{kind}`: all of these"
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every offline bench: outputs, and those of the engine."""
-    parser.add_argument("--temperature", type=real(0), default=1.0)
+    parser.add_argument("--temperature", type=real(0), default=1.0, help="of sampling")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write rows and environment")
     parser.add_argument("--steps", type=new_file, metavar="FILE", help="append a record of each step (JSON Lines)")
     add_engine_arguments(parser)
@@ -47,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     for case in cases:
         runs = []
         for _ in range(args.runs):
-            runs.append(run_case(llm, case, recorder, Sampling(args.temperature, config.seed)))
+            show = Ticker(case.name)
+            runs.append(run_case(llm, case, recorder, Sampling(args.temperature, config.seed), show))
+            show.end()
             if args.steps is not None:
                 append_jsonl(args.steps, recorder.named(case.name))
         middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]

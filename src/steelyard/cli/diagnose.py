@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=above(0), default=10.0, help="to watch a server (default: 10)")
     add("--max-num-seqs", type=whole(1), metavar="N", help="the server's cap, where it does not say")
     add("--plan-model", metavar="MODEL", help="with --plan-device: step times against the device's floor")
-    add("--plan-device", metavar="DEVICE")
+    add("--plan-device", metavar="DEVICE", help="its name, or a .toml file of `steelyard plan --measure`")
     add("--ttft", type=above(0), metavar="MS", help="target, with --tpot: which stage of a request misses it")
-    add("--tpot", type=above(0), metavar="MS")
+    add("--tpot", type=above(0), metavar="MS", help="target for each further token")
     add("--prompts", type=old_file, metavar="FILE", help="JSON Lines of prompts: see where shared prefixes break")
     add("--prefixes", action="store_true", help="the same of a server's last prompts, by hashes it tells an operator")
     add("--api-key", metavar="KEY", help="an operator's, where the server asks for one")
     add("--show-text", action="store_true", help="look at the text of prompts; else only hashes are compared")
-    add("--json", action="store_true")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

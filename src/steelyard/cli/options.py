@@ -52,7 +52,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
     group = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
     add = group.add_argument
     add("--model", metavar="MODEL", help="directory, GGUF file, hub id, or smollm2 (default: smollm2)")
-    add("--dtype", choices=DTYPES, help="of weights and KV cache (default: float32 on a CPU, bfloat16 on a GPU)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights and KV cache (default: auto, bfloat16 wherever the device multiplies it)",
+    )
     add("--load-format", choices=LOAD_FORMATS, help="of the weights; dummy: random ones (default: auto)")
     add("--device", choices=DEVICES, help="(default: a GPU if there is one)")
     add("--max-model-len", type=int, metavar="TOKENS", help="prompt and output together (default: the model's)")

@@ -8,12 +8,27 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 
+class Helps(argparse.RawDescriptionHelpFormatter):
+    """A flag's default is in its help, whether or not whoever wrote the help thought of it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """As argparse.ArgumentDefaultsHelpFormatter, which repeats a default that the text tells."""
+        text, value = action.help, action.default
+        told = not text or "default" in text or not action.option_strings
+        if told or value is None or value is argparse.SUPPRESS or value in (False, "", [], (), {}):
+            return text
+        return f"{text} (default: {value})"
+
+
 class Misuse(Exception):
     """What is wrong with a command line: one line for the user, the command's name first."""
 
 
 class Parser(argparse.ArgumentParser):
     """Subcommands' parsers are of this class too, and the innermost one speaks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": Helps, **options})
 
     def error(self, message: str) -> NoReturn:
         """Raises Misuse with one line that says where the flags are listed, and not all of them."""

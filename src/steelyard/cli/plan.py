@@ -31,6 +31,12 @@ from steelyard.plan.tune import tune
 from steelyard.plan.workload import Slo, Workload, from_trace, read_trace
 
 TOPICS = ("compare", "tune", "cache", "waste", "fit")
+TOPICS_HELP = """topics, a word before MODEL:
+  compare   the plan beside that of alternatives, each a --to
+  tune      a value for every serving parameter, why, and the command to start with
+  cache     what cached KV is worth: computing it, swapping it in, fetching it, deleting history
+  waste     reserving KV memory against paging it, replayed
+  fit       calibrate to measured steps (--records), and test that on others (--held-out)"""
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m)?")
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
@@ -54,12 +60,15 @@ def parse_counts(text: str) -> tuple[int, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.usage = "steelyard plan [compare|tune|cache|waste|fit] MODEL [--device NAME] [options]"
+    parser.description = f"{parser.description}\n\n{TOPICS_HELP}"
     what = "what to plan for: a directory, config.json or GGUF file, a preset or a hub id; a topic may stand before it"
     add("words", nargs="*", metavar="MODEL", help=what)
     add("--device", metavar="NAME", help="an accelerator's name, or a .toml file with one (default: H200)")
     add("--measure", action="store_true", help="measure the ceilings of the device in this machine and use them")
     add("--save", type=new_file, metavar="FILE", help="with --measure: write the device with its ceilings as TOML")
-    group = parser.add_argument_group("configuration", "as the flags of `steelyard serve`")
+    group = parser.add_argument_group(
+        "configuration", "as the flags of `steelyard serve`, whose defaults differ by device"
+    )
     _add_configuration(group)
     group = parser.add_argument_group("load and targets")
     _add_load(group)

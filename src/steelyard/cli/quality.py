@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base", required=True, metavar="URL", help="the server whose answers count as right")
     add("--arm", required=True, metavar="URL", help="the server to judge")
     add("--model", metavar="NAME", help="in requests (default: the first that each server lists)")
-    add("--tasks", type=whole(1), default=96, metavar="N")
+    add("--tasks", type=whole(1), default=96, metavar="N", help="to ask")
     add(
         "--at-once",
         type=whole(1),
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests at a time; the noise floor takes 1 (default: 8)",
     )
     add("--top", type=whole(1), default=5, metavar="K", help="log probabilities at each place, for KL")
-    add("--seed", type=whole(0), default=0)
-    add("--json", action="store_true")
+    add("--seed", type=whole(0), default=0, help="of the tasks")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

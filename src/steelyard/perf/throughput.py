@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from steelyard.core.sampling import SamplingParams
 from steelyard.errors import InvalidRequest, NotFound, StartError
-from steelyard.llm import LLM, Job
+from steelyard.llm import LLM, Job, Progress
 from steelyard.perf.steps import RecordingRunner
 from steelyard.perf.workloads import Case
 from steelyard.plan.costs import Setup, decode
@@ -76,8 +76,17 @@ def jobs_of(case: Case, vocab_size: int, sampling: Sampling) -> list[Job]:
     ]
 
 
-def run_case(llm: LLM, case: Case, recorder: RecordingRunner, sampling: Sampling | None = None) -> Run:
-    """Run a case once. Prefixes cached by an earlier run are forgotten first; every token that was asked for came."""
+def run_case(
+    llm: LLM,
+    case: Case,
+    recorder: RecordingRunner,
+    sampling: Sampling | None = None,
+    show: Callable[[Progress], None] = lambda progress: None,
+) -> Run:
+    """Run a case once. Prefixes cached by an earlier run are forgotten first; every token that was asked for came.
+
+    `show` is told how far it is after each step.
+    """
     vocab_size = llm.engine.runner.caps.vocab_size
     jobs = jobs_of(case, vocab_size, sampling or Sampling())
     llm.engine.cache.drop()
@@ -87,11 +96,12 @@ def run_case(llm: LLM, case: Case, recorder: RecordingRunner, sampling: Sampling
     firsts: list[float] = []
     began = time.perf_counter()
 
-    def watch(num_tokens: int) -> None:
-        if num_tokens and not firsts:
+    def watch(progress: Progress) -> None:
+        if progress.num_generated_tokens and not firsts:
             firsts.append(time.perf_counter() - began)
+        show(progress)
 
-    outputs = llm.complete(jobs, progress=lambda progress: watch(progress.num_generated_tokens))
+    outputs = llm.complete(jobs, progress=watch)
     seconds = time.perf_counter() - began
     ids = [output.outputs[0].token_ids for output in outputs]
     assert [len(i) for i in ids] == [num_output for _, num_output in case.lens], "tokens are missing"
