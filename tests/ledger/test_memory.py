@@ -62,11 +62,12 @@ def test_what_became_of_cached_blocks_is_a_share() -> None:
 
 
 def test_the_start_table_has_every_term_and_every_phase_and_their_sums() -> None:
-    lines = start_table(TERMS, {"import": 1.5, "weights": 2.0, "other": 0.25})
+    headings, *lines = start_table(TERMS, {"import": 1.5, "weights": 2.0, "other": 0.25})
+    assert headings.split("  ")[0] == "held by" and headings.endswith("phase of the start")
     amounts = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines}
     assert amounts.pop("total") == 1000 == sum(amounts.values())
     assert set(amounts) == set(device_bytes(TERMS)) - {"total"}
     assert lines[-1].endswith("3.75 s  in all")
     assert [line.split(" s  ")[1] for line in lines if " s  " in line] == ["import", "weights", "other", "in all"]
     many = start_table(MemoryTerms(10), {f"p{i}": 1.0 for i in range(20)})
-    assert len(many) == 21 and many[-1].endswith("20.00 s  in all")
+    assert len(many) == 22 and many[-1].endswith("20.00 s  in all")

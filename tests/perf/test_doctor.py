@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.ceilings import Ceiling
 from steelyard.perf.doctor import Examination, examine
 from steelyard.perf.environment import architecture, environment, why_not_importable
-from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of
+from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of, without_markers
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -109,3 +111,11 @@ def test_a_library_that_is_missing_or_breaks_gives_its_reason(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert why_not_importable("breaks_on_import") == "OSError: libcudart.so.12: cannot open"
     assert [architecture(*c) for c in ((8, 0), (8, 9), (9, 0), (10, 0))] == ["Ampere", "Ada", "Hopper", "Blackwell"]
+
+
+def test_the_profilers_own_words_are_dropped_and_no_others(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_markers():
+        os.write(2, b"USDT:2026 profiler_start\nan error of somebody\n")
+        print("and of Python", file=sys.__stderr__)
+    kernels_of(lambda: torch.ones(2) + 1, torch.device("cpu"))
+    assert capfd.readouterr().err == "an error of somebody\nand of Python\n"

@@ -106,7 +106,4 @@ def _subset(flag: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _ints(text: str) -> list[int]:
-    values = [int(word) for word in text.split(",")]
-    if any(value < 1 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers must be at least 1")
-    return values
+    return [whole(1)(word) for word in text.split(",")]

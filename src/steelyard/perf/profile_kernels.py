@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from steelyard.kernels.cpu_products import PROFILED_AS
 
+STDERR = 2
 PATHS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("FlashInfer", ("flashinfer", "batchprefill", "batchdecode"), True),
     ("steelyard, products of a block of queries", (PROFILED_AS,), True),
@@ -44,6 +49,28 @@ class Path:
     is_fast: bool
 
 
+@contextmanager
+def without_markers() -> Iterator[None]:
+    """What torch's profiler writes to standard error whenever it starts and stops is dropped; all else is written.
+
+    It is written by C++, so the file descriptor is exchanged and not `sys.stderr`.
+    """
+    sys.stderr.flush()
+    kept = os.dup(STDERR)
+    with tempfile.TemporaryFile() as seen:
+        os.dup2(seen.fileno(), STDERR)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, STDERR)
+            os.close(kept)
+            seen.seek(0)
+            for line in seen:
+                if not line.startswith(b"USDT:"):
+                    os.write(STDERR, line)
+
+
 def kernels_of(call: Callable[[], object], device: torch.device, warm_up: int = 1) -> list[KernelTime]:
     """What ran during one call, the longest first. The call is made `warm_up` times before."""
     for _ in range(warm_up):
@@ -52,7 +79,7 @@ def kernels_of(call: Callable[[], object], device: torch.device, warm_up: int = 
     if device.type == "cuda":
         torch.cuda.synchronize()
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as seen:
+    with without_markers(), profile(activities=activities) as seen:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
