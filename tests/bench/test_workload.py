@@ -141,3 +141,10 @@ def test_text_prompts_differ_in_their_first_block_even_from_the_warm_up() -> Non
         r.text or "" for nonce in ("n" * 16, "n" * 16 + " warm-up", "m" * 16) for r in as_text(requests, len, 1, nonce)
     ]
     assert len({text[:12] for text in texts}) == len(texts) == 120
+
+
+def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# A title\nand text\n")
+    with pytest.raises(InvalidRequest, match="line 2 is no request of Azure's CSV"):
+        read_trace(path)

@@ -69,6 +69,7 @@ def test_where_nothing_can_be_written_or_read_is_said(tmp_path: Path) -> None:
         ("bench serve --save-result --result-dir /dev/null/x", "--result-dir: /dev/null/x cannot be a folder"),
         ("explain --timeline --svg /nodir/x.svg", "--svg: /nodir/x.svg cannot be written"),
         ("explain --slowest 0", "--slowest: must be a whole number between 1 and 1000"),
+        ("quality --base foo --arm http://h:1", "steelyard quality: --base: must begin with http://"),
         ("explain --url h:1", "--url: must begin with http://"),
         ("diagnose http://h:1 --seconds 0", "--seconds: must be a number above 0, got 0"),
         ("bench sweep --search", "--search needs --goodput"),

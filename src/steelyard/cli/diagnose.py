@@ -141,8 +141,10 @@ async def _watch(args: argparse.Namespace) -> Observation:
         await scraper.start()
         if not scraper.side.before:
             raise InvalidRequest(f"{args.source}: {_why_no_page(*await fetch(client))}", param="source")
+        began = time.perf_counter()
         await asyncio.sleep(args.seconds)
         side = await scraper.stop()
+        seconds = time.perf_counter() - began
         if not side.after:
             raise InvalidRequest(f"{args.source}: went away while it was watched", param="source")
         facts = await server_facts(client, side.after)
@@ -157,22 +159,22 @@ async def _watch(args: argparse.Namespace) -> Observation:
     absent = [word for word, value in gauges.items() if value is None]
     return Observation(
         source=args.source,
-        achieved_rate=_each(ended, args.seconds),
+        achieved_rate=_each(ended, seconds),
         running=gauges["running"],
         waiting=gauges["waiting"],
         kv_usage=gauges["kv_usage"],
         kv_usage_max=max((v for _, v in side.series("kv_usage")), default=None),
         max_num_seqs=int(cap) if cap is not None else None,
-        preemptions_per_s=_each(side.delta("preemptions"), args.seconds),
-        input_tokens_per_s=_each(side.delta("prompt_tokens"), args.seconds),
-        output_tokens_per_s=_each(generated, args.seconds),
+        preemptions_per_s=_each(side.delta("preemptions"), seconds),
+        input_tokens_per_s=_each(side.delta("prompt_tokens"), seconds),
+        output_tokens_per_s=_each(generated, seconds),
         output_len=length,
         input_len=_each(side.delta("prompt_tokens"), ended),
         tpot_s=_each(per["decode_s"], length - 1 if length and length > 1 else None),
         queue_s=per["queue_s"],
         prefill_s=per["prefill_s"],
         decode_s=per["decode_s"],
-        busy=_each(side.delta("device_s"), args.seconds),
+        busy=_share(side.delta("device_s"), seconds),
         unread=tuple(f"{word}: the server has no such metric" for word in absent),
     )
 
@@ -196,6 +198,11 @@ def _check_device(args: argparse.Namespace, config: dict[str, str]) -> None:
             "--save mine.toml` there and give that file",
             param="plan_device",
         )
+
+
+def _share(part: float | None, whole_s: float) -> float | None:
+    """A counter that grows at the ends of steps may hold more than the time that was watched."""
+    return None if part is None else min(part / whole_s, 1.0)
 
 
 def _each(value: float | None, count: float | None) -> float | None:

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.values import whole
+from steelyard.cli.values import url, whole
 from steelyard.errors import RequestFailed
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base", required=True, metavar="URL", help="the server whose answers count as right")
-    add("--arm", required=True, metavar="URL", help="the server to judge")
+    add("--base", type=url, required=True, metavar="URL", help="the server whose answers count as right")
+    add("--arm", type=url, required=True, metavar="URL", help="the server to judge")
     add("--model", metavar="NAME", help="in requests (default: the first that each server lists)")
     add("--tasks", type=whole(1), default=96, metavar="N", help="to ask")
     add(
