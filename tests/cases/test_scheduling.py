@@ -238,7 +238,7 @@ def _drains(server: Server, prompts: Prompts) -> None:
     for thread in threads:
         thread.start()
     for event in begun:
-        assert event.wait(20)
+        assert event.wait(60)
     server.process.send_signal(signal.SIGTERM)
     wait_for(lambda: server.http.get("/health").status_code == 503, 60, lambda: "health stays 200")
     assert server.post("/v1/completions", {"prompt": [5]}).status_code == 503

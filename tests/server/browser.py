@@ -58,7 +58,7 @@ class Browser:
 
     def __exit__(self, *exc_info: object) -> None:
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(60)
         os.close(self._read)
         os.close(self._write)
         shutil.rmtree(self._profile, ignore_errors=True)

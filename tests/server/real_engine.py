@@ -94,5 +94,5 @@ class RealEngine:
 def serve(tokenizer: Any, template: Any, engine: RealEngine, **config: Any) -> Iterator[Served]:
     """A server over `engine`."""
     for url, _, service in start(tokenizer, template, engine=engine, **config):
-        with httpx.Client(base_url=url, timeout=20) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             yield Served(url, engine, service, tokenizer, http)  # type: ignore[arg-type]

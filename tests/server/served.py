@@ -116,7 +116,7 @@ def start(
     yield f"http://127.0.0.1:{sock.getsockname()[1]}", engine, service
     server.should_exit = True
     server.force_exit = True
-    thread.join(10)
+    thread.join(60)
     service.prompts.close()
 
 

@@ -91,7 +91,7 @@ def try_out(served: Served, label: str, num_examples: int) -> None:
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: schemathesis.Case) -> None:
             say_alive(served)
-            case.call_and_validate(base_url=served.url, checks=CHECKS, timeout=20)
+            case.call_and_validate(base_url=served.url, checks=CHECKS, timeout=60)
 
         check()
     assert canary(served) == before

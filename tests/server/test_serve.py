@@ -127,7 +127,7 @@ def _held_stream(url: str, engine: int) -> tuple[threading.Thread, list[str]]:
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     return thread, lines
 
 
@@ -154,7 +154,7 @@ def test_a_killed_engine_is_an_error_to_its_requests_a_503_and_an_exit_status(
     thread.join()
     assert "data: [DONE]" not in lines
     assert "killed by signal 9" in [line for line in lines if line][-1]
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
 
 
 def test_the_printed_curl_line_works_and_what_outlives_the_shutdown_timeout_gets_an_error_event(
@@ -171,7 +171,7 @@ def test_the_printed_curl_line_works_and_what_outlives_the_shutdown_timeout_gets
     os.kill(engine, signal.SIGCONT)
     assert "data: [DONE]" not in lines
     assert "shut down" in [line for line in lines if line][-1]
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def start_serve(model: Path, *args: str) -> tuple[subprocess.Popen[str], str]:

@@ -39,4 +39,4 @@ class ThreadedSide:
         async def call() -> Any:
             return function(*args)
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
