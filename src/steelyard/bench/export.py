@@ -110,8 +110,13 @@ def to_markdown(report: Json) -> str:
         lines += [f"* {detail}" for detail in summary["failure_details"]]
     lines += server_lines(summary.get("server"))
     lines += ["", "## What was run", ""]
-    lines += [f"* {key}: {value}" for key, value in _facts(report).items() if value is not None]
+    lines += [f"* {key}: {_said(value)}" for key, value in _facts(report).items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def _said(value: Any) -> str:
+    """A table as `name value, name value`, whatever else as it is."""
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _stat_row(title: str, stats: Json) -> str:
