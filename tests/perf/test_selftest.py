@@ -58,7 +58,7 @@ def test_a_difference_has_its_place_and_its_gap() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--prompt-len", "3"], "--prompt-len must be at least 16"),
+        (["--prompt-len", "3"], "--prompt-len: must be a whole number of at least 16"),
         (["--prompt-len", "4000"], "more than the context"),
         (["--deterministic", "--kv-cache-dtype", "fp8"], "--deterministic reads no fp8 pool"),
         (["--deterministic", "--attention-backend", "naive"], "--deterministic has its own attention"),
