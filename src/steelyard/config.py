@@ -132,10 +132,10 @@ class EngineConfig:
                 "--batch-size and --batch-timeout belong to --batching static or dynamic; continuous batching "
                 "is limited by --max-num-seqs"
             )
-        if self.num_speculative_tokens and (self.async_scheduling or self.kv_cache == "off"):
+        if self.num_speculative_tokens and (self.async_scheduling or self.kv_cache == "off" or self.script is not None):
             raise StartError(
-                "--num-speculative-tokens: guesses are checked with a KV cache and without --async-scheduling; "
-                "change that or leave it out",
+                "--num-speculative-tokens: guesses are checked by a model (no --script), with a KV cache and without "
+                "--async-scheduling; change that or leave it out",
                 param="num_speculative_tokens",
             )
         if self.batch_timeout is not None and not 0.0 <= self.batch_timeout <= MAX_BATCH_TIMEOUT_S:

@@ -164,7 +164,7 @@ def test_penalties_and_grammars_are_not_guessed_for(tmp_path: Path) -> None:
     assert llm.engine.scheduler.counters.draft_tokens == 0
 
 
-@pytest.mark.parametrize("changes", [{"async_scheduling": True}, {"kv_cache": "off"}])
+@pytest.mark.parametrize("changes", [{"async_scheduling": True}, {"kv_cache": "off"}, {"script": "a.json"}])
 def test_guesses_that_cannot_be_checked_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     with pytest.raises(StartError, match="--num-speculative-tokens"):
         LLM(str(tiny_model.write(tmp_path / "tiny")), num_speculative_tokens=4, **changes)

@@ -15,13 +15,8 @@ from steelyard.scheduler.speculation import Speculation
 
 
 def scheduler_options(config: EngineConfig, caps: RunnerCaps) -> SchedulerOptions:
-    """Raises StartError where guesses are asked for and cannot be checked."""
-    if config.num_speculative_tokens and not (caps.checks_drafts and config.kv_cache == "on"):
-        raise StartError(
-            "--num-speculative-tokens: guesses are checked with a KV cache and without --async-scheduling; "
-            "change that or leave it out",
-            param="num_speculative_tokens",
-        )
+    """The scheduler's part of a configuration, over a runner that it has been checked to suit."""
+    assert caps.checks_drafts or not config.num_speculative_tokens, "guesses that nobody checks"
     return SchedulerOptions(
         config.max_num_seqs,
         config.max_num_batched_tokens,
