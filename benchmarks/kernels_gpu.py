@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import kernel_timing as timing
 import torch
 import torch.nn.functional as F
-import triton
 from kernel_timing import Heads, Paged, paged, relative_error, replay_ms
 
 from steelyard.kernels import reference, triton_attention
@@ -39,6 +38,7 @@ from steelyard.kernels.triton_moe import ExpertLayer, ExpertWeights
 from steelyard.kernels.triton_norm import rms_norm
 from steelyard.kernels.triton_rope_kv import qk_norm_rope_write
 from steelyard.kernels.triton_sample import Cut, Sampler, uniforms
+from steelyard.perf.environment import environment
 
 BYTES_PER_US = 4.25e6
 FLOPS_PER_US = 700e6
@@ -344,12 +344,6 @@ GROUPS: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def environment() -> dict[str, object]:
-    gpu = torch.cuda.get_device_properties(0)
-    return {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "torch": torch.__version__,
-            "cuda": torch.version.cuda, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-
-
 def is_wrong(row: dict[str, object]) -> bool:
     """A check that failed, or a group that did."""
     if row["item"] != "check":
@@ -373,7 +367,7 @@ def main(out: Path, groups: list[str]) -> int:
         subprocess.run([*me, group, str(out)], check=False, timeout=200)
         part = out / f"{group}.json"
         rows += json.loads(part.read_text()) if part.exists() else [{"item": group, "failed": True}]
-    text = json.dumps({"environment": environment(), "rows": rows}, indent=1)
+    text = json.dumps({"date": time.strftime("%Y-%m-%d"), "environment": environment(), "rows": rows}, indent=1)
     (out / "kernels_h200.json").write_text(text)
     wrong = [row for row in rows if is_wrong(row)]
     print(f"{len(rows)} rows, wrong: {wrong}")

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from pathlib import Path
 from statistics import median
 
 from steelyard.cache.manager import CacheManager
+from steelyard.core.environment import environment
 from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import KvGroup, RunnerCaps, StepPlan, StepResult
@@ -146,13 +145,7 @@ def main() -> int:
     args = parser.parse_args()
     report: dict[str, object] = {
         "what": "ledgers on against off, microseconds a step",
-        "environment": {
-            "python": sys.version.split()[0],
-            "machine": platform.machine(),
-            "system": platform.system(),
-            "cpu_count": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-        },
+        "environment": environment(),
         "steps": args.steps,
     }
     for load, output_len in (("decode", 4000), ("churn", CHURN_LEN)):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections import deque
@@ -20,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from steelyard.cache.manager import CacheManager
+from steelyard.core.environment import environment
 from steelyard.core.request import Ended, Request
 from steelyard.core.sampling import SamplingParams
 from steelyard.core.step import KvGroup, RunnerCaps, StepPlan, StepResult
@@ -106,14 +105,7 @@ def main() -> int:
     args = parser.parse_args()
     report: dict[str, object] = {
         "what": "schedule + commit, microseconds a step",
-        "environment": {
-            "python": sys.version.split()[0],
-            "machine": platform.machine(),
-            "system": platform.system(),
-            "cpu_count": os.cpu_count(),
-            "processor": _processor(),
-            "load_average": os.getloadavg()[0],
-        },
+        "environment": environment(),
         "steps": args.steps,
     }
     for load, output_len in (("decode", NEVER), ("churn", CHURN_LEN)):
@@ -130,12 +122,6 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

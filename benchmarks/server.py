@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from steelyard.core.environment import environment
+
 _ECHO = """
 import asyncio, sys, uvicorn
 EVENT = b'data: {"id":"cmpl-' + b"0" * 32 + b'","object":"text_completion","created":1,"model":"m","choices":' \\
@@ -163,7 +165,12 @@ def main() -> None:
     parser.add_argument("--token", type=int, default=260, help="the id that is answered")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    result: dict[str, Any] = {"streams": args.streams, "tokens_a_stream": args.tokens, "step_ms": args.step_ms}
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "streams": args.streams,
+        "tokens_a_stream": args.tokens,
+        "step_ms": args.step_ms,
+    }
     for kind, step_ms in (("paced", args.step_ms), ("flat_out", 0.0)):
         result[kind] = {"echo": measure_echo(args, step_ms)}
         for num_fronts in map(int, args.fronts.split(",")):

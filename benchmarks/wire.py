@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from statistics import median
 
 import zmq
 
+from steelyard.core.environment import environment
 from steelyard.wire.channel import Codec, EngineSide, new_address, remove_address
 from steelyard.wire.messages import Answer, Delta, Deltas, Pause
 
@@ -151,13 +150,7 @@ def main() -> int:
     spent["lay"] = lay_us(threaded, max(1, args.messages // 20))
     report: dict[str, object] = {
         "what": "the engine's end of the channel, medians in microseconds",
-        "environment": {
-            "python": sys.version.split()[0],
-            "machine": platform.machine(),
-            "system": platform.system(),
-            "cpu_count": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-        },
+        "environment": environment(),
         "messages": args.messages,
         **{f"{name}_us": round(median(values), 1) for name, values in spent.items()},
     }

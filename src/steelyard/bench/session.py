@@ -11,15 +11,16 @@ from typing import Any
 
 from steelyard.bench.arrivals import Arrivals, Schedule, make_schedule
 from steelyard.bench.clients import RunClock, Sent, Server, send
-from steelyard.bench.environment import environment, server_facts
 from steelyard.bench.gates import Facts, as_json, judge, label_of
 from steelyard.bench.http import HttpClient
 from steelyard.bench.load import OnProgress
 from steelyard.bench.record import RequestRecord, Slo
 from steelyard.bench.scrape import Scraper, ServerSide, instruments_of
+from steelyard.bench.server_facts import server_facts
 from steelyard.bench.stats import slope
 from steelyard.bench.summary import Json, summarise
 from steelyard.bench.workload import PlannedRequest, digest, num_repeated
+from steelyard.core.environment import environment
 from steelyard.errors import InvalidRequest
 
 SCHEMA = "steelyard.bench/1"

@@ -133,9 +133,9 @@ async def measure(args: argparse.Namespace) -> RunResult:
 async def find_server(args: argparse.Namespace) -> Server:
     """Ask the server what it serves. Raises InvalidRequest if nobody answers."""
     from steelyard.bench.clients import Server
-    from steelyard.bench.environment import model_of, server_facts
     from steelyard.bench.http import HttpClient
     from steelyard.bench.scrape import fetch
+    from steelyard.bench.server_facts import model_of, server_facts
     from steelyard.bench.target import CHAT, RequestShape
 
     client = HttpClient(args.base_url, time.perf_counter_ns, args.api_key)

@@ -130,9 +130,9 @@ def _with_floor(args: argparse.Namespace, seen: Observation) -> Observation:
 
 async def _watch(args: argparse.Namespace) -> Observation:
     """Watch a server's counters for a while. Raises InvalidRequest if it has none."""
-    from steelyard.bench.environment import server_facts
     from steelyard.bench.http import HttpClient
     from steelyard.bench.scrape import Scraper, fetch, mean_of
+    from steelyard.bench.server_facts import server_facts
     from steelyard.diagnose.observation import Observation
 
     client = HttpClient(args.source, time.perf_counter_ns, args.api_key)

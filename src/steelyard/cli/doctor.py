@@ -141,12 +141,12 @@ def _lines(found: Examination) -> list[str]:
 
 
 def _machine_lines(facts: dict[str, Any]) -> list[str]:
-    cpu, cuda, gpu = facts["cpu"], facts["cuda"], facts["gpu"]
-    features = " ".join(name for name, present in cpu["features"].items() if present)
+    cuda, gpu = facts["cuda"], facts["gpu"]
+    features = " ".join(facts["cpu_features"])
     lines = [
         f"python {facts['python']}, torch {facts['torch']}, {facts['platform']}",
-        f"cpu     {cpu['name']}, {cpu['cores']} cores, {cpu['torch_threads']} torch threads, "
-        f"torch uses {cpu['torch_capability']}; {features or 'none of the wide instruction sets'}",
+        f"cpu     {facts['cpu']}, {facts['cores']} cores, {facts['torch_threads']} torch threads, "
+        f"torch uses {facts['torch_capability']}; {features or 'none of the wide instruction sets'}",
         f"cuda    torch {cuda['runtime'] or 'has none'}, driver {cuda['driver'] or 'none'} "
         f"(supports {cuda['driver_supports'] or '-'}), nvcc {cuda['nvcc'] or 'none'}",
     ]

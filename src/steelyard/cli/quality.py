@@ -80,7 +80,7 @@ class HttpArm:
         self._url, self._model, self._top = url, model, top
 
     async def __aenter__(self) -> HttpArm:
-        from steelyard.bench.environment import model_of, server_facts
+        from steelyard.bench.server_facts import model_of, server_facts
 
         if self._model is None:
             self._model, _, _ = model_of(await server_facts(self._client, {}))

@@ -85,7 +85,7 @@ def to_html(report: Report) -> str:
             charts[0] = chart("TB/s of KV and operands", rows, lambda r: r.tb_per_s)
         parts.append(f"<h2>{html.escape(title)}</h2><div class=row>{''.join(charts)}</div>")
     gpu = report.environment.get("gpu") or {}
-    machine = gpu.get("name") or report.environment["cpu"]["name"]
+    machine = gpu.get("name") or report.environment["cpu"]
     return PAGE.format(
         machine=html.escape(str(machine)),
         torch=html.escape(str(report.environment["torch"])),
