@@ -27,7 +27,7 @@ from steelyard.runner.bounded import model_shape, sinks_of
 from steelyard.runner.kv import available_bytes
 from steelyard.runner.options import RunnerOptions, resolve_device
 from steelyard.runner.start import start_runner
-from steelyard.scheduler.protocols import Faults
+from steelyard.scheduler.protocols import Batching, Faults
 from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.scripted import Script, ScriptedRunner
 
@@ -78,7 +78,7 @@ def build_engine(
             check_invariants=config.check_invariants,
             block_bytes=block_bytes(shape, caps),
             start_seconds=start_seconds(runner, imported_s, (clock_ns() - began_ns) / 1e9),
-            config=_effective(config, runner, scheduler),
+            config=_effective(config, runner, scheduler, batching),
         ),
         clock_ns=clock_ns,
         ledgers=ledgers,
@@ -165,7 +165,7 @@ def _script_caps(config: EngineConfig, checkpoint: Checkpoint) -> RunnerCaps:
     )
 
 
-def _effective(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> dict[str, object]:
+def _effective(config: EngineConfig, runner: Runner, scheduler: Scheduler, batching: Batching) -> dict[str, object]:
     """The configuration with what was decided in place of None."""
     caps = runner.caps
     return asdict(config) | {
@@ -177,7 +177,7 @@ def _effective(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> di
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "async_scheduling": caps.overlaps,
         "enable_prefix_caching": config.caches_prefixes,
-        "batch_size": getattr(batching_of(config, caps), "batch_size", None),
+        "batch_size": getattr(batching, "batch_size", None),
         "attention_backend": getattr(runner, "attention", "none"),
         "kv_sinks": None if config.kv_window is None else sinks_of(config.kv_sinks),
     }
