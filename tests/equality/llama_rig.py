@@ -38,22 +38,20 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_llama(folder: Path, *, tied: bool = False, rope: str = "default", seed: int = 0) -> PreTrainedModel:
-    """A random Llama with grouped heads, saved to `folder`; wide weights keep the best two logits apart."""
+def tiny_llama(
+    folder: Path, *, tied: bool = False, rope: str = "default", seed: int = 0, **fields: Any
+) -> PreTrainedModel:
+    """A random Llama with grouped heads, saved to `folder`; wide weights keep the best two logits apart.
+
+    `fields` are put over its configuration's.
+    """
     torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3,
+    }  # fmt: skip
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        rope_parameters=ROPES[rope],
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
+        tie_word_embeddings=tied, rope_parameters=ROPES[rope], bos_token_id=None, eos_token_id=None, **(sizes | fields)
     )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
@@ -73,6 +71,7 @@ class Cell:
     backend: str = "cpu"
     max_model_len: int | None = None
     swap_space_bytes: int = 0
+    device: str = "cpu"
 
 
 class Watched(Simulation):
@@ -104,7 +103,7 @@ def runner_of(folder: Path, cell: Cell, **options: Any) -> TorchRunner:
         open_checkpoint(str(folder)),
         RunnerOptions(
             dtype="float32",
-            device="cpu",
+            device=cell.device,
             max_num_seqs=cell.max_rows,
             max_num_batched_tokens=cell.budget,
             block_size=cell.block_size,
@@ -153,7 +152,7 @@ def prompts(lens: tuple[int, ...], shared: int = 0, seed: int = 5) -> list[list[
 
 
 @torch.inference_mode()
-def check_greedy(model: PreTrainedModel, ran: Ran) -> int:
+def check_greedy(model: PreTrainedModel, ran: Ran, tie: float = TIE) -> int:
     """Every generated token is the argmax of transformers' logits after the same tokens, near-ties of its best two
     excepted; returns how many of those there were.
 
@@ -170,7 +169,7 @@ def check_greedy(model: PreTrainedModel, ran: Ran) -> int:
             if token == int(best.indices[at, 0]):
                 continue
             gap = float(best.values[at, 0] - logits[at, token])
-            assert gap < TIE, f"{req.key} token {at}: {token} is {gap:.4f} below {int(best.indices[at, 0])}"
+            assert gap < tie, f"{req.key} token {at}: {token} is {gap:.4f} below {int(best.indices[at, 0])}"
             ties += 1
     if ties:
         print(f"{ties} near-ties of the reference's best two")

@@ -44,7 +44,7 @@ class Ran:
     most_active: int = 0
 
 
-def serve(folder: Path, requests: list[Request], late: list[Request], device: bool = False, **options: Any) -> Ran:
+def serve(folder: Path, requests: list[Request], late: list[Request], fixed: bool = False, **options: Any) -> Ran:
     torch.set_num_threads(1)
     sizes: dict[str, Any] = {
         "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": BLOCK,
@@ -52,7 +52,7 @@ def serve(folder: Path, requests: list[Request], late: list[Request], device: bo
     }  # fmt: skip
     given = RunnerOptions(**(sizes | options))
     checkpoint = open_checkpoint(str(folder))
-    if device:
+    if fixed:
         runner: Any = start_device.start_device_runner(checkpoint, replace(given, backend="reference"))
     else:
         runner = start_runner(checkpoint, given)
@@ -68,8 +68,8 @@ def serve(folder: Path, requests: list[Request], late: list[Request], device: bo
     return ran
 
 
-def check_greedy(twin: PreTrainedModel, ran: Ran, one: Request) -> list[int]:
-    """Every generated token is the twin's best, or within TIE of it: float64 scores, and a mask by position.
+def check_greedy(twin: PreTrainedModel, ran: Ran, one: Request, tie: float = TIE) -> list[int]:
+    """Every generated token is the twin's best, or within `tie` of it: float64 scores, and a mask by position.
 
     Returns prompt and output.
     """
@@ -82,19 +82,19 @@ def check_greedy(twin: PreTrainedModel, ran: Ran, one: Request) -> list[int]:
         logits = twin(ids, attention_mask=mask[None, None]).logits[0, one.prompt_len - 1 : -1]
     assert output
     for at_output, (row, token) in enumerate(zip(logits, output)):
-        assert row.max() - row[token] < TIE, f"{one.key}: token {at_output}"
+        assert row.max() - row[token] < tie, f"{one.key}: token {at_output}"
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize("device", [False, True], ids=["torch", "device"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["torch", "device"])
 @pytest.mark.parametrize("budget", [512, 13], ids=["whole", "chunked"])
 def test_tokens_are_those_of_a_twin_that_masks_in_chunks_and_after_hits(
-    model: Model, budget: int, device: bool
+    model: Model, budget: int, fixed: bool
 ) -> None:
     folder, twin = model
     first = [request(f"r{i}", p, max_tokens=30) for i, p in enumerate(prompts((3, 20, 70, 150)))]
     again = [request("h", [*first[3].tokens[:144], 7, 8, 9], max_tokens=20)]
-    ran = serve(folder, first, again, device, max_num_batched_tokens=budget)
+    ran = serve(folder, first, again, fixed, max_num_batched_tokens=budget)
     for one in (*first, *again):
         check_greedy(twin, ran, one)
     assert ran.scheduler.counters.prefix_hits_tokens >= 128
