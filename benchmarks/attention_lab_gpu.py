@@ -48,7 +48,9 @@ FORWARD_TILES = (Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 3), Tile(128, 128, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, default=Path("attention-lab.json"))
     parser.add_argument("--seconds", type=float, default=170.0)
     parser.add_argument("--sweep", action="store_true", help="time tile shapes instead of comparing backends")

@@ -253,7 +253,9 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default="correct,qwen3-0.6b,llama3-8b")
     parser.add_argument("--cases", default=",".join([*case_names("single"), *case_names("offline")]))

@@ -162,7 +162,7 @@ def predicted(runner: Runner, place: Path, tokens: int, recompute_ms: float) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--tokens", type=int, default=4096)

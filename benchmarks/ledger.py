@@ -138,7 +138,9 @@ def measure(num_rows: int, num_steps: int, output_len: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--rows", default="16,64,256,1024")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ledger.json")

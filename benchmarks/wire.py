@@ -135,7 +135,9 @@ def lay_us(bench: Bench, num: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--messages", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "wire.json")
     args = parser.parse_args()

@@ -83,7 +83,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9", "1GiBs", "one"])
 def test_what_is_not_a_size_is_said(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be bytes"):
         parse_size(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from steelyard.cli import values
-from steelyard.cli.main import main
-from steelyard.cli.parser import Parser
+from steelyard.cli.main import COMMANDS, main
+from steelyard.cli.parser import Misuse, Parser
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,9 @@ from steelyard.cli.parser import Parser
         (values.above(0, inf), {"inf": inf}, ("0", "nan")),
         (values.counts, {"8": (8, 8), "1..256": (1, 256)}, ("x", "0", "4..2", "1..", "..3")),
         (values.url, {"http://h:1/": "http://h:1", "https://h": "https://h"}, ("h:1", "http://", "")),
+        (values.wholes(1), {"8": (8,), "1,2": (1, 2)}, ("x", "0", "1,", "1,,2", "")),
+        (values.whole(), {"-3": -3}, ("x", "1.5")),
+        (values.real(), {"-3": -3.0}, ("inf", "-inf", "nan", "x")),
         (values.json_object, {'{"a": 1}': {"a": 1}}, ("x", "[1]")),
     ],
 )
@@ -82,7 +86,24 @@ def test_where_nothing_can_be_written_or_read_is_said(tmp_path: Path) -> None:
         ("plan llama-3-8b --to device=H100", "--to is read by `steelyard plan compare MODEL` only"),
         ("plan cache llama-3-8b --held-out x", "--held-out is read by `steelyard plan fit MODEL` only"),
         ("selftest --near-tie -1", "--near-tie: must be a number of at least 0"),
-        ("serve --port x", "steelyard serve: --port: invalid int value: 'x' (`steelyard serve --help`"),
+        ("serve --port x", "steelyard serve: --port: must be a whole number, got 'x' (`steelyard serve --help`"),
+        ("serve --swap-space nan", "--swap-space: must be a number that is finite, got nan"),
+        (
+            "serve --dtype bfloat",
+            "--dtype: must be one of auto, float32, bfloat16, float16, got 'bfloat'; did you mean",
+        ),
+        ("serve --port", "--port: needs a value ("),
+        ("serve --enforce-eager=3", "--enforce-eager: takes no value, got '3' ("),
+        ("serve --allowed-origins [x", "--allowed-origins: must be an origin or a JSON list of them, got '[x'"),
+        ("serve --kv-cache-memory-bytes 3q", "--kv-cache-memory-bytes: must be bytes, or a number with MiB"),
+        ("bench kernels --lengths 1,x", "--lengths: must be whole numbers of at least 1 with commas between"),
+        ("plan llama-3-8b --ttft x", "--ttft: must be a time such as 500ms or 0.5s, got 'x'"),
+        ("keys hsh", "steelyard keys: ACTION: must be one of new, hash, got 'hsh'; did you mean hash?"),
+        ("bench", "steelyard bench: missing: BENCH ("),
+        (
+            "serve --max-num 3",
+            "--max-num; did you mean --max-num-seqs or --max-num-batched-tokens or",
+        ),
         ("serve --max-mdel-len 3", "steelyard serve: there is no flag --max-mdel-len; did you mean --max-model-len?"),
         ("bench serve --bogus=1", "steelyard bench serve: there is no flag --bogus ("),
     ],
@@ -102,6 +123,41 @@ def test_every_flag_says_what_it_is(command: str) -> None:
     flags = [a for p in parsers for a in p._actions if a.option_strings]
     assert flags
     assert [a.option_strings for a in flags if not a.help] == []
+
+
+def every_parser() -> list[Parser]:
+    """Those of all commands, and those within them."""
+    found: list[Parser] = []
+    for command in COMMANDS:
+        outer = Parser(prog=f"steelyard {command}")
+        importlib.import_module(f"steelyard.cli.{command}").add_arguments(outer)
+        inner = [p for a in outer._actions if isinstance(a, argparse._SubParsersAction) for p in a.choices.values()]
+        found += [outer, *inner]
+    return found
+
+
+def test_no_parser_takes_an_abbreviated_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    parsers = every_parser()
+    assert len(parsers) > len(COMMANDS) + 5
+    for parser in parsers:
+        assert main([*parser.prog.split()[1:], "--hel"]) == 2, f"{parser.prog} --hel is taken for --help"
+        flags = [f for f in parser._option_string_actions if f.startswith("--")]
+        for short in {f[:-1] for f in flags} - {*flags, "--"}:
+            with pytest.raises(Misuse, match=r"there is no flag|missing: "):
+                parser.parse_args([short])
+    assert capsys.readouterr().out == ""
+
+
+def test_every_flag_refuses_a_value_of_the_wrong_kind_in_our_words() -> None:
+    num_refused = 0
+    for parser in every_parser():
+        for action in parser._actions:
+            try:
+                parser._check_value(action, parser._get_value(action, "\0?"))
+            except argparse.ArgumentError as error:
+                assert re.match(r"must be |must begin with |.*(cannot be|there is no such file)", error.message), error
+                num_refused += 1
+    assert num_refused > 150
 
 
 def test_a_default_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:

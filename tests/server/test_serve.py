@@ -271,7 +271,7 @@ def test_https_behind_a_prefix_and_a_warning_when_public_without_a_key(
 def test_a_mistake_in_the_file_of_flags_or_of_tenants_is_one_line(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text("prot = 80\n")
-    assert "no such flag: --prot=80" in failure(str(model), "--config", str(config))
+    assert "there is no flag --prot; did you mean --port?" in failure(str(model), "--config", str(config))
     config.write_text("[[tenant]]\nname = 5\n")
     assert "--tenants" in failure(str(model), "--port", "0", "--tenants", str(config))
     assert "give both" in failure(str(model), "--port", "0", "--ssl-keyfile", "x")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from steelyard.cli.bench_serve import add_load_arguments, add_request_arguments, find_server, make_work
+from steelyard.cli.parser import Parser
 from steelyard.cli.values import new_folder, together, whole
 from steelyard.errors import InvalidRequest, StartError
 
@@ -87,7 +88,7 @@ def _check_flags(words: Sequence[str]) -> None:
     """Raises InvalidRequest if this version of the server has no such flag: nothing is started then."""
     from steelyard.cli import serve
 
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = Parser()
     serve.add_arguments(parser)
     known = {word for action in parser._actions for word in action.option_strings}
     missing = [word for word in words if word.startswith("--") and word not in known]

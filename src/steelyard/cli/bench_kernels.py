@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from steelyard.cli.values import new_file, whole
+from steelyard.cli.values import new_file, whole, wholes
 from steelyard.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "bfloat16", "float16", "float32"),
         help="of queries, keys and values",
     )
-    parser.add_argument("--lengths", type=_ints, help="sequence lengths (GPU: 512 to 16384; CPU: 512, 1024, 2048)")
-    parser.add_argument("--head-dims", type=_ints, help="head sizes (GPU: 64,128; CPU: 64)")
+    parser.add_argument("--lengths", type=wholes(1), help="sequence lengths (GPU: 512 to 16384; CPU: 512, 1024, 2048)")
+    parser.add_argument("--head-dims", type=wholes(1), help="head sizes (GPU: 64,128; CPU: 64)")
     parser.add_argument("--heads", type=whole(1), help="query heads (default: 2048 / head size; CPU: 8)")
-    parser.add_argument("--kv-heads", type=_ints, help="KV heads, one table each (default: all, and a quarter)")
+    parser.add_argument("--kv-heads", type=wholes(1), help="KV heads, one table each (default: all, and a quarter)")
     parser.add_argument("--mask", default="causal", choices=("causal", "full", "both"), help="of prefills")
     parser.add_argument("--directions", default="forward,backward", help="forward, backward or both, comma-separated")
     parser.add_argument("--backends", help="comma-separated; default: all")
-    parser.add_argument("--decode-batches", type=_ints, default=[1, 32], help="batch sizes of the decode cases")
+    parser.add_argument("--decode-batches", type=wholes(1), default=(1, 32), help="batch sizes of the decode cases")
     parser.add_argument("--no-decode", action="store_true", help="leave out the decode cases")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write environment, ceilings and rows")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with plots")
@@ -103,7 +103,3 @@ def _subset(flag: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
         if word not in allowed:
             raise InvalidRequest(f"--{flag} must be among {', '.join(allowed)}, got {word!r}")
     return tuple(word for word in allowed if word in chosen)
-
-
-def _ints(text: str) -> list[int]:
-    return [whole(1)(word) for word in text.split(",")]

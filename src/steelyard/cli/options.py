@@ -39,7 +39,7 @@ def parse_size(text: str) -> int:
     number, unit = match.groups() if match else ("", "?")
     factor = _UNITS.get(unit, _UNITS.get(unit.lower()) if len(unit) > 1 else None)
     if factor is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write bytes, or a number with MiB, GiB, MB or GB")
+        raise argparse.ArgumentTypeError(f"must be bytes, or a number with MiB, GiB, MB or GB, got {text!r}")
     return int(float(number) * factor) if "." in number else int(number) * factor
 
 

@@ -1,4 +1,7 @@
-"""The argument parser of every command: a mistake is one line, and a flag that is not there names its neighbour."""
+"""The argument parser of every command: a mistake is one line, and a flag that is not there names its neighbour.
+
+Flags are written out: an abbreviation that is clear today may be ambiguous with the next flag that is added.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,16 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from steelyard.cli.values import real, whole
+
+_OUR_WORDS = {
+    "expected one argument": "needs a value",
+    "expected at least one argument": "needs at least one value",
+    "ignored explicit argument": "takes no value, got",
+    "the following arguments are required:": "missing:",
+}
+"""argparse's words, and what this program says."""
 
 
 class Helps(argparse.RawDescriptionHelpFormatter):
@@ -21,18 +34,33 @@ class Helps(argparse.RawDescriptionHelpFormatter):
 
 
 class Misuse(Exception):
-    """What is wrong with a command line: one line for the user, the command's name first."""
+    """What is wrong with a command line. As text: one line for the user, the command's name first."""
+
+    def __init__(self, command: str, what: str) -> None:
+        super().__init__(f"{command}: {what} (`{command} --help` lists what it takes)")
+        self.what = what
 
 
 class Parser(argparse.ArgumentParser):
     """Subcommands' parsers are of this class too, and the innermost one speaks."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": Helps, **options})
+        super().__init__(**{"formatter_class": Helps, "allow_abbrev": False, **options})
+        self.register("type", int, whole())
+        self.register("type", float, real())
 
     def error(self, message: str) -> NoReturn:
         """Raises Misuse with one line that says where the flags are listed, and not all of them."""
-        raise Misuse(f"{self.prog}: {message.removeprefix('argument ')} (`{self.prog} --help` lists what it takes)")
+        for theirs, ours in _OUR_WORDS.items():
+            message = message.replace(theirs, ours)
+        raise Misuse(self.prog, message.removeprefix("argument "))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, in the words of all our errors."""
+        if action.choices is not None and value not in action.choices:
+            allowed = [str(choice) for choice in action.choices]
+            text = f"must be one of {', '.join(allowed)}, got {value!r}"
+            raise argparse.ArgumentError(action, text + _perhaps(difflib.get_close_matches(str(value), allowed, 1)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but what is not known is an error here, and not of the parser around this one."""
@@ -46,5 +74,10 @@ class Parser(argparse.ArgumentParser):
         if flag is None:
             return f"does not know what to do with: {' '.join(words)}"
         name = flag.partition("=")[0]
-        near = difflib.get_close_matches(name, list(self._option_string_actions), 1)
-        return f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else "")
+        flags = list(self._option_string_actions)
+        begun = [known for known in flags if known.startswith(name)] if name.startswith("--") else []
+        return f"there is no flag {name}" + _perhaps(begun or difflib.get_close_matches(name, flags, 1))
+
+
+def _perhaps(near: Sequence[str]) -> str:
+    return f"; did you mean {' or '.join(near)}?" if near else ""

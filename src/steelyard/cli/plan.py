@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cli import plan_text, plan_topics
-from steelyard.cli.values import above, new_file, real, whole
+from steelyard.cli.values import above, new_file, real, whole, wholes
 from steelyard.errors import StartError, reason
 from steelyard.plan.device import Device, ceilings_toml, find_device
 from steelyard.plan.models import PlannedModel, find_model
@@ -45,16 +45,8 @@ def parse_time(text: str) -> float:
     """Seconds: `500ms`, `0.5s`, `0.5`. Raises argparse.ArgumentTypeError for anything else."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 500ms or 0.5s")
+        raise argparse.ArgumentTypeError(f"must be a time such as 500ms or 0.5s, got {text!r}")
     return float(match.group(1)) * _TIME_UNITS[match.group(2)]
-
-
-def parse_counts(text: str) -> tuple[int, ...]:
-    """`1,8,32`: whole numbers separated by commas. Raises argparse.ArgumentTypeError for anything else."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,8,32") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,13 +83,13 @@ def _add_configuration(group: Any) -> None:
     add("--dtype", metavar="NAME", help="of weights: bfloat16, fp8, int4, q4_k, ... (default: as stored)")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="bfloat16, fp8, float32 (default: bfloat16)")
     what = "of a sequence, in the tables; the first one in the memory table (default: input + output, or 4096)"
-    add("--context", type=parse_counts, default=(), metavar="TOKENS,...", help=what)
+    add("--context", type=wholes(1), default=(), metavar="TOKENS,...", help=what)
     add("--gpu-memory-utilization", type=above(0, 1), default=0.9, metavar="SHARE", help="(default: 0.9)")
     add("--block-size", type=whole(1), default=64, metavar="TOKENS", help="(default: 64)")
     add("--max-num-seqs", type=whole(1), default=256, metavar="N", help="(default: 256)")
     add("--max-num-batched-tokens", type=whole(1), default=8192, metavar="TOKENS", help="(default: 8192)")
     add("--enforce-eager", action="store_true", help="no CUDA graphs, and no memory for them")
-    add("--batch", type=parse_counts, default=BATCHES, metavar="N,...", help="rows of a decode step, in the table")
+    add("--batch", type=wholes(1), default=BATCHES, metavar="N,...", help="rows of a decode step, in the table")
     add("--records", metavar="FILE", help="measured steps (JSON Lines) to calibrate the estimates with")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cli.options import parse_size
+from steelyard.cli.parser import Misuse, Parser
 from steelyard.config import LOG_FORMATS, REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from steelyard.errors import StartError, reason
 
@@ -44,14 +45,12 @@ def with_file(args: argparse.Namespace, add_arguments: Callable[[argparse.Argume
         values = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise StartError(f"--config {path}: {reason(error)}") from None
-    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     add_arguments(parser)
     try:
-        found, rest = parser.parse_known_args(_words(values))
-    except argparse.ArgumentError as error:
-        raise StartError(f"--config {path}: {error}") from None
-    if rest:
-        raise StartError(f"--config {path}: no such flag: {' '.join(rest)}")
+        found = parser.parse_args(_words(values))
+    except Misuse as mistake:
+        raise StartError(f"--config {path}: {mistake.what}") from None
     given = {name: value for name, value in vars(found).items() if value is not None}
     return argparse.Namespace(**{**given, **vars(args)})
 
@@ -160,9 +159,12 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def _origins(text: str) -> list[str]:
     """One origin, or a JSON list of them as vLLM takes it."""
-    found = json.loads(text) if text.startswith("[") else [text]
+    try:
+        found = json.loads(text) if text.startswith("[") else [text]
+    except ValueError:
+        found = None
     if not isinstance(found, list) or not all(isinstance(origin, str) for origin in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an origin nor a JSON list of them")
+        raise argparse.ArgumentTypeError(f"must be an origin or a JSON list of them, got {text!r}")
     return found
 
 

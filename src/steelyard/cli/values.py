@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from steelyard.errors import InvalidRequest
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
     """A whole number of at least `least` and at most `most`."""
 
     def parse(text: str) -> int:
@@ -24,19 +25,32 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-        if value < least or (most is not None and value > most):
+        if (least is not None and value < least) or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"must be a whole number {_range(least, most)}, got {value}")
         return value
 
     return parse
 
 
-def real(least: float, most: float | None = None) -> Callable[[str], float]:
+def wholes(least: int) -> Callable[[str], tuple[int, ...]]:
+    """`1,8,32`: whole numbers of at least `least`, separated by commas."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(whole(least)(part) for part in text.split(","))
+        except argparse.ArgumentTypeError:
+            what = f"must be whole numbers {_range(least, None)} with commas between, such as 1,8,32"
+            raise argparse.ArgumentTypeError(f"{what}, got {text!r}") from None
+
+    return parse
+
+
+def real(least: float = -math.inf, most: float | None = None) -> Callable[[str], float]:
     """A number of at least `least` and at most `most`; inf only where `most` is inf."""
 
     def parse(text: str) -> float:
         value = _number(text)
-        if not least <= value or (value == math.inf if most is None else value > most):
+        if not max(least, -sys.float_info.max) <= value or (value == math.inf if most is None else value > most):
             raise argparse.ArgumentTypeError(f"must be a number {_range(least, most)}, got {text}")
         return value
 
@@ -131,7 +145,9 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
-def _range(least: float, most: float | None) -> str:
+def _range(least: float | None, most: float | None) -> str:
+    if least is None or least == -math.inf:
+        return "that is finite" if most is None else f"of at most {most:g}"
     if most is None or most == math.inf:
         return f"of at least {least:g}"
     return f"between {least:g} and {most:g}"
