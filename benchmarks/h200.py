@@ -202,9 +202,9 @@ def measure(args: argparse.Namespace, model: str) -> None:
         steps += thin(recorder.named(f"{model} batch {batch}"), 60)
         rows.append({"model": model, "case": f"batch {batch} at 1k", **point, **_stamp(args)})
         print({k: round(v, 4) if v is not None else None for k, v in point.items()}, flush=True)
-    if args.host:
+    for case in (batch_case(256, 1024, 40), find_case("short-short")) if args.host else ():
         clock = HostClock(llm)
-        run_case(llm, find_case("short-short"), recorder)
+        run_case(llm, case, recorder)
         rows.append({"model": model, "case": "host us of a decode step", "host_us": clock.stop(), **_stamp(args)})
         print(rows[-1], flush=True)
     if args.profile:
