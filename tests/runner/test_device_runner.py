@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from steelyard.checkpoint.find import open_checkpoint
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import RowEnter, RowWork, StepPlan, StepResult, TableEdit, Want
+from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, StepResult, TableEdit, Want
 from steelyard.kernels.gathered import GatheredAttention
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.step import FrameLayout
-from steelyard.runner import start_device
+from steelyard.runner import device_runner, start_device
 from steelyard.runner.device_runner import DeviceRunner
 from steelyard.runner.graphs import Buckets, bucket_for
 from steelyard.runner.options import RunnerOptions
@@ -189,6 +189,36 @@ def test_memory_that_runs_out_fails_the_step_it_ran_out_in(model: Model, monkeyp
         result = go(runner, **enter(1, 7, (5, 6, 8)))
     assert not result.rows and result.failed[0][0] == 1 and "9 GiB" in result.failed[0][1]
     assert go(runner, leave=(1,), **enter(0, 1, (5, 6, 8))).rows[0].ids == expected
+
+
+def test_a_step_that_fails_before_its_work_leaves_no_row_with_another_ones_table(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap the next step, of the same rows, is launched before this one's failure is known."""
+    runner = start(model[0])
+
+    def too_much(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(runner._machine.kv, "copy", too_much)
+    step = runner.launch(StepPlan(0, **enter(1, 7, (5, 6, 8)), copies=(Copy(0, 1, 7),)))
+    assert runner._rows.tables[0][1].tolist()[:6] == [7, 8, 9, 10, 11, 12] and runner._rows.tokens[1, 2] == 8
+    assert runner.collect(step).failed[0][0] == 1
+
+
+def test_a_step_that_fails_behind_its_logits_waits_for_no_mask(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = start(model[0])
+
+    def too_much(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(device_runner, "prompt_logprobs", too_much)
+    parts = enter(0, 1, (5, 6, 8), prompt_logprobs=1)
+    work = (RowWork(0, 0, 3, Want.TOKEN | Want.PROMPT_LOGPROBS),)
+    step = runner.launch(StepPlan(0, **{**parts, "work": work}, masked=(0,)))
+    assert step.done_ns > 0, "its end is marked"
+    runner.sample(step, {})
+    assert runner.collect(step).failed[0][0] == 0
 
 
 def test_masked_rows_wait_for_their_mask(model: Model) -> None:

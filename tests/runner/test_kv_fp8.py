@@ -21,7 +21,7 @@ from steelyard.kernels.kv_fp8 import FP8, FP8_MAX
 from steelyard.plan.memory import KvPools
 from steelyard.plan.shape import ModelShape
 from steelyard.runner import start_device
-from steelyard.runner.options import RunnerOptions
+from steelyard.runner.options import RunnerOptions, resolve_kv_dtype
 from steelyard.runner.runner import TorchRunner
 from steelyard.runner.start import start_runner
 from tests import tiny_model
@@ -127,5 +127,8 @@ def test_the_device_runner_holds_the_same_pool_and_says_the_same(folder: Path, m
 
 
 def test_attention_that_reads_no_fp8_pool_is_refused_with_what_to_do(folder: Path) -> None:
-    with pytest.raises(StartError, match=r"--kv-cache-dtype fp8.*'naive'.*use auto"):
+    with pytest.raises(StartError, match=r"fp8.*'naive'.*use --attention-backend auto"):
         start(folder, kv_cache_dtype="fp8", attention_backend="naive")
+    options, gpu = RunnerOptions(kv_cache_dtype="fp8"), torch.device("cuda")
+    with pytest.raises(StartError, match=r"fp8.*'sdpa'.*use --kv-cache-dtype auto"):
+        resolve_kv_dtype(options, torch.bfloat16, gpu, "sdpa")  # heads that the Triton kernels do not have

@@ -185,8 +185,8 @@ class TorchStep:
         out.q_start[: num_rows + 1] = q_start
         out.ctx_len.zero_()
         out.ctx_len[:num_rows] = (starts + counts).int()
-        owner = torch.repeat_interleave(torch.arange(num_rows), counts)
-        positions = torch.arange(num_tokens) - (q_start[:-1].long() - starts)[owner]
+        owner = torch.repeat_interleave(torch.arange(num_rows, device=frame.device), counts)
+        positions = torch.arange(num_tokens, device=frame.device) - (q_start[:-1].long() - starts)[owner]
         out.positions.zero_()
         out.positions[:num_tokens] = positions
         tokens = state[: s.tables].view(s.max_rows, s.max_len)

@@ -93,6 +93,11 @@ class DeviceStep:
         return sum(t.nbytes for t in (*held, self.frame, self.hidden, self._rows.state))
 
     @torch.inference_mode()
+    def patch(self) -> None:
+        """The frame's differences into the state; a second time changes nothing."""
+        self._ops.patch_state(self.frame, self._rows.state)
+
+    @torch.inference_mode()
     def forward(self, shape: Shape) -> None:
         """Hidden states of a step that the frame describes, and its KV."""
         assert self.kv is not None
@@ -105,7 +110,7 @@ class DeviceStep:
             ctx_len=whole.ctx_len[: shape.rows],
             tables=whole.tables[:, : shape.rows],
         )
-        self._ops.patch_state(self.frame, self._rows.state)
+        self.patch()
         self._ops.expand(self.frame, self._rows.state, part)
         batch = Batch(
             positions=part.positions,

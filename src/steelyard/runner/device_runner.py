@@ -86,8 +86,9 @@ class DeviceRunner:
             self._run(step, shape, graph)
         except torch.OutOfMemoryError as error:
             step.error, step.plain, step.sampled = f"out of memory: {error}"[:300], (), []
-            step.prompt, step.pooled = [], []
+            step.prompt, step.pooled, step.waiting = [], [], None
             torch.cuda.empty_cache()
+            self._machine.step.patch()  # the next step may be launched before this one's failure is known
         self._close(step)
         self._in_flight.append(step)
         return step

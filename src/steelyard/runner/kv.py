@@ -108,7 +108,7 @@ class KvPool:
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Zeros of `like`'s dtype and device. On a CPU the pages are the system's own zeros, taken when first touched."""
     if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return torch.zeros(shape, dtype=as_bytes(like).dtype, device=like.device).view(like.dtype)
     lazy = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
     return torch.from_numpy(lazy).view(like.dtype).view(shape)
 

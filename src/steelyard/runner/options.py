@@ -95,13 +95,18 @@ def resolve_dtype(name: str, device: torch.device, kinds: Set[str]) -> torch.dty
     return chosen
 
 
-def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.device) -> torch.dtype:
-    """--kv-cache-dtype as a torch type; `wide` is what the backend computes in. Raises StartError."""
+def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.device, attention: str) -> torch.dtype:
+    """--kv-cache-dtype as a torch type; `wide` is what the backend computes in, `attention` the one chosen for it.
+
+    Raises StartError.
+    """
     if options.kv_cache_dtype == "auto":
         return wide
-    if options.attention_backend in ("sdpa", "naive"):
+    if attention in ("sdpa", "naive"):
+        asked = options.attention_backend != "auto"
         raise StartError(
-            f"--kv-cache-dtype fp8: attention backend {options.attention_backend!r} reads no fp8 pool; use auto",
+            f"--kv-cache-dtype fp8: attention backend {attention!r} reads no fp8 pool; "
+            + ("use --attention-backend auto" if asked else "this model gets no other here, use --kv-cache-dtype auto"),
             param="kv_cache_dtype",
         )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

@@ -154,11 +154,14 @@ class Sampler:
     def _mask(self, jobs: Sequence[Job], logits: Tensor, masks: dict[int, Any]) -> None:
         """Disallow tokens whose bit is clear; a mask is int32 [ceil(V / 32)], token t at bit t % 32 of word t // 32."""
         at = [i for i, j in enumerate(jobs) if j.row in masks]
-        words = np.stack([np.asarray(masks[jobs[i].row]).view(np.int32) for i in at])
-        bits = torch.from_numpy(words).to(logits.device, non_blocking=True)
+        staging = Staging()
+        staging.add("at", np.array(at, np.int32))
+        staging.add("words", np.concatenate([np.asarray(masks[jobs[i].row]).view(np.int32) for i in at]))
+        staging.upload(logits.device)
+        bits = staging["words"].view(len(at), -1)
         token = torch.arange(self.vocab_size, device=logits.device)
         allowed = (bits[:, token >> 5] >> (token & 31)) & 1
-        index = torch.tensor(at, device=logits.device)
+        index = staging["at"].long()
         logits.index_copy_(0, index, logits[index].masked_fill(allowed == 0, -torch.inf))
 
 

@@ -60,7 +60,8 @@ class DeviceStart:
         self.config = bounded_config(checkpoint.config, options.kv_window, options.kv_sinks)
         self.free_at_start = self.phases.free_bytes()
         self.backend, self.renew = make_backend(self.config, self)
-        self.kv_dtype = resolve_kv_dtype(options, self.backend.kv_dtype(self.dtype), device)
+        attention = self.backend.attention.name
+        self.kv_dtype = resolve_kv_dtype(options, self.backend.kv_dtype(self.dtype), device, attention)
         self.scales: Scales | None = None
         with self.phases("weights"):
             self.decoder = Decoder(self.config, Place(self.dtype, device, self.backend), self.limits.max_model_len)
@@ -228,9 +229,10 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
         choice = choose_attention(options.attention_backend, first.head_dim, limits.block_size, device)
         chosen = choice.name
         _log.info("attention: %s (%s)", choice.name, choice.reason)
+    sampled = max(limits.max_rows, MAX_LOGIT_ROWS)  # guesses make several rows of logits of one
     if chosen != "triton":
         plain_attention = make_attention(chosen)
-        return TritonBackend(plain_attention, limits.max_rows, device, max_tokens=start.max_tokens), lambda is_fp8: None
+        return TritonBackend(plain_attention, sampled, device, max_tokens=start.max_tokens), lambda is_fp8: None
     shape = AttentionShape(
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -247,7 +249,7 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
     def attention(is_fp8: bool) -> TritonAttention:
         return TritonAttention(replace(shape, is_fp8=is_fp8), device, pdl=pdl)
 
-    backend = TritonBackend(attention(False), limits.max_rows, device, max_tokens=start.max_tokens, pdl=pdl)
+    backend = TritonBackend(attention(False), sampled, device, max_tokens=start.max_tokens, pdl=pdl)
 
     def renew(is_fp8: bool) -> None:
         backend.attention = attention(is_fp8)
