@@ -39,6 +39,7 @@ def attention_batch(rows: int, tokens: int, num_decode: int) -> Batch:
 
 
 def attend(shape: AttentionShape, spec: AttnSpec, rows: tuple[int, ...] = (1, 64), gluon: bool = False) -> None:
+    """Decode and prefill at each number of decode rows, which decides on the decode kernel's form."""
     attention = TritonAttention(shape, META, pdl=True)
     attention._gluon = gluon
     held = FP8 if shape.is_fp8 else shape.dtype
@@ -101,12 +102,38 @@ def attention_fp8() -> None:
         qk_norm_rope_write(empty(tokens, 48 * 128), (32, 8, 128), rotary, None, None, layer_kv, True)
 
 
+def attention_fp8_more() -> None:
+    """An fp8 pool: groups of 2 and 7, the other sizes with crowded machines, float16 and float32."""
+    for heads, kv_heads, dim in ((16, 8, 128), (14, 2, 64), (32, 32, 96)):
+        for block in (16, 64):
+            attend(shape_of(heads, kv_heads, dim, block, is_fp8=True), AttnSpec(scale=0.09), rows=(1,))
+    for heads, kv_heads, dim, rows in ((9, 3, 64, 160), (32, 32, 80, 16), (32, 32, 96, 16)):
+        attend(shape_of(heads, kv_heads, dim, 64, is_fp8=True), AttnSpec(scale=0.09), rows=(rows,))
+    attend(shape_of(32, 8, 128, dtype=torch.float16, is_fp8=True), AttnSpec(0.09), rows=(1,))
+    for block in (16, 64):
+        attend(shape_of(6, 2, 64, block, dtype=torch.float32, is_fp8=True), AttnSpec(0.09), rows=(1,))
+    shape = shape_of(6, 2, 64, 16, windows=(24,), dtype=torch.float32, is_fp8=True)
+    attend(shape, AttnSpec(0.09, window=24), rows=(1,))
+    for heads, dtype in (((16, 8, 128), BF16), ((9, 3, 64), torch.float32)):
+        pool, scale = empty(16, heads[1], 64, heads[2], dtype=FP8), empty(heads[1], dtype=torch.float32)
+        layer_kv, norm = KvLayer(pool, pool, 64, scale, scale), empty(heads[2], dtype=torch.float32)
+        for rotated in (heads[2], heads[2] // 2):
+            qkv = empty(64, (heads[0] + 2 * heads[1]) * heads[2], dtype=dtype)
+            slots, rotary = empty(64, dtype=torch.int64), empty(64, rotated, dtype=torch.float32)
+            qk_norm_rope_write(qkv, heads, rotary, None, (norm, norm, 1e-6), (layer_kv, slots), False)
+
+
 def attention_bounded() -> None:
-    """First positions kept behind a window, over either pool."""
+    """First positions kept behind a window, over either pool; all head sizes, and float32."""
     for is_fp8 in (False, True):
         for block in (16, 64):
             shape = shape_of(32, 8, 128, block, windows=(1024,), keep_first=4, is_fp8=is_fp8)
             attend(shape, AttnSpec(0.09, window=1024, keep_first=4))
+        for heads, kv_heads, dim in ((16, 8, 128), (9, 3, 64), (32, 32, 80), (32, 32, 96), (8, 4, 256)):
+            shape = shape_of(heads, kv_heads, dim, windows=(1024,), keep_first=4, is_fp8=is_fp8)
+            attend(shape, AttnSpec(0.09, window=1024, keep_first=4), rows=(1,))
+        shape = shape_of(6, 2, 64, 16, windows=(24,), keep_first=5, dtype=torch.float32, is_fp8=is_fp8)
+        attend(shape, AttnSpec(0.09, window=24, keep_first=5), rows=(1,))
 
 
 def gluon() -> None:
@@ -172,6 +199,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_sizes": attention_sizes,
     "attention_options": attention_options,
     "attention_fp8": attention_fp8,
+    "attention_fp8_more": attention_fp8_more,
     "attention_bounded": attention_bounded,
     "gluon": gluon,
     "layer": layer,

@@ -25,6 +25,7 @@ SHARED_LIMIT_BYTES = 227 * 1024
         "attention_sizes",
         "attention_options",
         "attention_fp8",
+        "attention_fp8_more",
         "attention_bounded",
         "gluon",
         "layer",

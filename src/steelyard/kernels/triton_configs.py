@@ -113,7 +113,7 @@ def decode_config(shape: AttentionShape, rows: int) -> DecodeConfig:
 def prefill_config(shape: AttentionShape) -> PrefillConfig:
     """The plain Triton prefill kernel; a block must hold whole key tiles for TMA loads."""
     if shape.dtype == torch.float32:
-        return PrefillConfig(rows=64, tile=32, warps=8, stages=2, tma=False)
+        return PrefillConfig(rows=64, tile=16 if shape.is_fp8 else 32, warps=8, stages=2, tma=False)
     tma = shape.block_size >= 64
     if shape.padded_dim == 64:
         return PrefillConfig(rows=128, tile=64, warps=8, stages=3, tma=tma)
