@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli import ticker
 from steelyard.cli.main import main
 from steelyard.perf import workloads
 from steelyard.plan.records import read_records
@@ -38,13 +39,18 @@ def test_throughput_counts_every_token_and_keeps_every_step(
     assert len(read_records(steps)) == 2 * row["steps"]
 
 
-def test_latency_gives_first_and_later_tokens_and_a_curve(folder: Path, tmp_path: Path) -> None:
+def test_latency_gives_first_and_later_tokens_and_a_curve(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ticker, "ELSEWHERE_S", 0.0)
     report = tmp_path / "out.json"
     flags = ["--device", "cpu", "--batch", "1..3", "--input", "8", "--output", "6", "--json", str(report)]
     assert main(["bench", "latency", str(folder), *flags]) == 0
     rows = json.loads(report.read_text())["rows"]
     assert rows[0]["case"] == "one" and 0 < rows[0]["ttft_ms"] < rows[0]["seconds"] * 1e3
     assert [r["batch"] for r in rows[1:]] == [1, 2, 3] and all(r["step_ms"] > 0 for r in rows[1:])
+    said = capsys.readouterr().err
+    assert "one: 0/1 done, 1 tokens" in said and "batch 3 8/6: 3/3 done, 18 tokens" in said
 
 
 def test_a_workload_that_does_not_fit_is_refused_before_it_runs(

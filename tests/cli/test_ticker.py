@@ -19,10 +19,9 @@ class Terminal(io.StringIO):
 def test_lines_come_at_most_so_often(out: io.StringIO, every_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(ticker.time, "monotonic", lambda: now[0])
-    show = ticker.Ticker("short-short", out)
-    for _ in range(4):
-        now[0] += every_s * 0.6
-        show(Progress(4, 1, 1234))
-    show.end()
+    with ticker.Ticker("short-short", out) as show:
+        for _ in range(4):
+            now[0] += every_s * 0.6
+            show(Progress(4, 1, 1234))
     assert out.getvalue().count("short-short: 1/4 done, 1,234 tokens") == 2
     assert out.getvalue().endswith("\x1b[K" if out.isatty() else "\n")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,7 +20,7 @@ import uvloop
 
 from steelyard.bench.arrivals import Arrivals, Schedule
 from steelyard.bench.http import HttpClient
-from steelyard.bench.load import LoadGenerator, LoadResult, OnProgress
+from steelyard.bench.load import LoadGenerator, OnProgress
 from steelyard.bench.record import ClientStats, RequestRecord
 from steelyard.bench.target import RequestShape, Target
 from steelyard.bench.workload import PlannedRequest
@@ -51,11 +53,18 @@ class Job:
 
 @dataclass(slots=True)
 class Sent:
-    """What clients bring back."""
+    """What clients bring back. `stopped`: the load was cancelled, and what had not ended is recorded as dropped."""
 
     records: list[RequestRecord] = field(default_factory=list)
     in_flight: list[tuple[int, int]] = field(default_factory=list)
     stats: list[ClientStats] = field(default_factory=list)
+    stopped: bool = False
+
+    def whole(self) -> Sent:
+        """Itself; raises CancelledError if it is a part, for whom a part is of no use."""
+        if self.stopped:
+            raise asyncio.CancelledError
+        return self
 
 
 class RunClock:
@@ -74,7 +83,7 @@ class RunClock:
 
 
 async def send_here(job: Job, on_progress: OnProgress = lambda progress: None) -> Sent:
-    """Send a job from this process and loop."""
+    """Send a job from this process and loop. Cancelled once it has begun, it returns what there is."""
     clock = RunClock(job.start_wall_ns)
     http = HttpClient(job.server.base_url, clock, job.server.api_key)
     target = Target(http, job.server.shape, clock, job.server.timeout_s)
@@ -85,23 +94,28 @@ async def send_here(job: Job, on_progress: OnProgress = lambda progress: None) -
     stats = ClientStats()
     watch = asyncio.create_task(_watch_lag(stats.lag_ns, clock))
     cpu_s, began_ns = time.process_time(), clock()
+    stopped = False
     try:
         result = await generator.run(job.requests, job.schedule)
     except asyncio.CancelledError:
-        result = generator.result
+        result, stopped = generator.result, True
         if not result.records:
             raise
+        _take_back_cancel()
     finally:
         watch.cancel()
         http.close()
     stats.cpu_s = time.process_time() - cpu_s
     stats.wall_s = (clock() - began_ns) / 1e9
     stats.wall_step_ns = clock.wall_step_ns()
-    return _sent(result, stats)
+    return Sent(result.records, result.in_flight, [stats], stopped)
 
 
-def _sent(result: LoadResult, stats: ClientStats) -> Sent:
-    return Sent(result.records, result.in_flight, [stats])
+def _take_back_cancel() -> None:
+    """The running task ends in order in place of by CancelledError."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 async def _watch_lag(lags: list[int], clock: Callable[[], int]) -> None:
@@ -129,10 +143,35 @@ async def send(
         return await send_here(job, on_progress)
     start = start_wall_ns if start_wall_ns is not None else time.time_ns() + round(_START_DELAY_S * 1e9)
     jobs = split(server, arrivals, requests, schedule, processes, start)
-    loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
-        parts = await asyncio.gather(*(loop.run_in_executor(pool, _run_job, job) for job in jobs))
-    return merge([_decode(part) for part in parts])
+        return await _send_there(pool, jobs)
+
+
+async def _send_there(pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> Sent:
+    loop, stopped = asyncio.get_running_loop(), False
+    with deaf_to_interrupts():
+        parts = [loop.run_in_executor(pool, _run_job, job) for job in jobs]
+    try:
+        await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+    except asyncio.CancelledError:
+        stopped = True
+        for child in multiprocessing.active_children():
+            child.terminate()
+        await asyncio.wait(parts)
+        if any(part.exception() for part in parts):  # ended before it had begun
+            raise
+        _take_back_cancel()
+    return replace(merge([_decode(part.result()) for part in parts]), stopped=stopped)
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started inside never hear a Ctrl-C, which a terminal sends to all of them: their parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def split(
@@ -179,8 +218,15 @@ def merge(parts: Sequence[Sent]) -> Sent:
 
 def _run_job(job: Job) -> bytes:
     """In a process of its own. Bytes come back: pickling a million small objects would take seconds."""
-    sent = uvloop.run(send_here(job))
+    sent = uvloop.run(_until_terminated(job))
     return msgspec.msgpack.encode((sent.records, sent.in_flight, sent.stats))
+
+
+async def _until_terminated(job: Job) -> Sent:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await send_here(job)
 
 
 def _decode(data: bytes) -> Sent:

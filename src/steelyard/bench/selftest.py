@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from steelyard.bench.arrivals import Arrivals, make_schedule
-from steelyard.bench.clients import Sent, Server, send
+from steelyard.bench.clients import Sent, Server, deaf_to_interrupts, send
 from steelyard.bench.record import RequestRecord
 from steelyard.bench.stats import quantile_of
 from steelyard.bench.target import RequestShape
@@ -66,7 +66,7 @@ async def self_test(load: EchoLoad) -> SelfTest:
     async with echo_server(load.gap_ms) as url:
         server = Server(url, RequestShape("echo"), timeout_s=60.0)
         sent = await send(server, arrivals, requests, make_schedule(arrivals, count, 0), processes=load.processes)
-    return judge_echo(sent, load)
+    return judge_echo(sent.whole(), load)
 
 
 def judge_echo(sent: Sent, load: EchoLoad) -> SelfTest:
@@ -106,7 +106,8 @@ async def echo_server(gap_ms: float) -> AsyncIterator[str]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, gap_ms), daemon=True)
-    process.start()
+    with deaf_to_interrupts():
+        process.start()
     try:
         port = await asyncio.to_thread(ours.recv)
         yield f"http://127.0.0.1:{port}"

@@ -55,10 +55,11 @@ class RunOptions:
 
 @dataclass(slots=True)
 class RunResult:
-    """The report as JSON values, and every record behind it."""
+    """The report as JSON values, and every record behind it. `stopped`: of a run that was cancelled before its end."""
 
     report: Json
     records: list[RequestRecord]
+    stopped: bool = False
 
     @property
     def valid(self) -> bool:
@@ -68,7 +69,10 @@ class RunResult:
 async def run_session(
     server: Server, work: Work, options: RunOptions, on_progress: OnProgress = lambda progress: None
 ) -> RunResult:
-    """Raises InvalidRequest if the server does not answer at all or refuses the first warm-up request."""
+    """Raises InvalidRequest if the server does not answer at all or refuses the first warm-up request.
+
+    Cancelled while it measures, it returns what has ended, with the rest as dropped; if none has: CancelledError.
+    """
     settled = await warm_up(server, work) if work.warmup else None
     start_wall_ns = time.time_ns() + round((2.5 if options.processes > 1 else 1.0) * 1e9)
     clock = RunClock(start_wall_ns)
@@ -86,6 +90,8 @@ async def run_session(
             start_wall_ns=start_wall_ns,
             on_progress=on_progress,
         )
+        if not any(r.ok for r in sent.records):
+            sent.whole()
         side = await scraper.stop()
         facts = await server_facts(client, side.after)
     finally:
@@ -95,7 +101,7 @@ async def run_session(
     report["server_facts"] = facts
     report["request"] = {"base_url": server.base_url, **_shape(server)}
     report["started_unix_s"] = start_wall_ns / 1e9
-    return RunResult(report, sent.records)
+    return RunResult(report, sent.records, sent.stopped)
 
 
 def _shape(server: Server) -> Json:
@@ -220,7 +226,7 @@ async def warm_up(server: Server, work: Work) -> bool:
         part = work.warmup[number * size : (number + 1) * size]
         if not part:
             break
-        sent = await send(server, arrivals, part, make_schedule(arrivals, len(part), 0))
+        sent = (await send(server, arrivals, part, make_schedule(arrivals, len(part), 0))).whole()
         good = [r for r in sent.records if r.ok]
         if not good:
             first = sent.records[0]

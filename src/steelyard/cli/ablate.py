@@ -73,7 +73,14 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"give --knob ({', '.join(KNOBS)}, all) or --set (combinations, batching)", param="knob")
     _check_flags([w for k in knobs for w in (*k.a, *k.b, *k.both)] + [w for s in sets for a in s.arms for w in a[1]])
     ablation = _Ablation(args)
-    found, tables = uvloop.run(ablation.run(knobs, sets))
+    stopped = False
+    try:
+        uvloop.run(ablation.run(knobs, sets))
+    except KeyboardInterrupt:
+        if not ablation.reports:
+            raise
+        stopped = True
+    found, tables = ablation.found, ablation.tables
     if args.save is not None:
         for path in save(args.save, found, tables, ablation.reports):
             print(f"wrote {path}", file=sys.stderr)
@@ -81,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(found, tables)))
     else:
         print("\n".join([*(set_markdown(t) for t in tables), knobs_markdown(found) if found else ""]))
+    if stopped:
+        num, whole_ones = len(ablation.reports), len(found) + len(tables)
+        raise KeyboardInterrupt(f"{num} runs had ended, and {whole_ones} of {len(knobs) + len(sets)} comparisons")
     return 0
 
 
@@ -97,22 +107,27 @@ def _check_flags(words: Sequence[str]) -> None:
 
 
 class _Ablation:
-    """Runs of all arms. `reports`: every run's, by a name that says knob or set, arm and pair."""
+    """Runs of all arms, what is complete of them kept as it comes.
+
+    `reports`: every run's, by a name that says knob or set, arm and pair; `found`, `tables`: of knobs and of sets.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.reports: dict[str, Any] = {}
+        self.found: list[Comparison] = []
+        self.tables: list[SetResult] = []
 
-    async def run(self, knobs: Sequence[Knob], sets: Sequence[ArmSet]) -> tuple[list[Comparison], list[SetResult]]:
+    async def run(self, knobs: Sequence[Knob], sets: Sequence[ArmSet]) -> None:
         from steelyard.bench.ablate import compare
 
-        found = []
         for knob in knobs:
             arms = {"A": (*knob.both, *knob.a), "B": (*knob.both, *knob.b)}
             reports, quality = await self._arms(knob.name, arms)
             judged = replace(compare(knob, *reports), quality=quality[0])
-            found.append(replace(judged, expected=self._expected(knob.name, reports[0])))
-        return found, [await self._set(s) for s in sets]
+            self.found.append(replace(judged, expected=self._expected(knob.name, reports[0])))
+        for arms_of_set in sets:
+            self.tables.append(await self._set(arms_of_set))
 
     async def _set(self, arms: ArmSet) -> SetResult:
         from steelyard.bench.ablate import compare
@@ -147,6 +162,8 @@ class _Ablation:
             args.base_url = url
             server = await find_server(args)
             result = await run_session(server, make_work(args, seed=args.seed + pair), RunOptions(name=name))
+        if result.stopped:
+            raise asyncio.CancelledError
         self.reports[name] = result.report
         return result.report
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
 
-from steelyard.cli.bench_throughput import add_common_arguments, start, workload_names, write
+from steelyard.cli.bench_throughput import add_common_arguments, rows_kept, start, workload_names
+from steelyard.cli.ticker import Ticker
 from steelyard.cli.values import counts, whole
 
 
@@ -30,27 +30,30 @@ def run(args: argparse.Namespace) -> int:
     longest = max(sum(pair) for case in cases for pair in case.lens)
     llm, config = start(args, max(longest, args.input + args.output if batches else 0))
     recorder, sampling = record_steps(llm), Sampling(args.temperature, config.seed)
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        runs = sorted((run_case(llm, case, recorder, sampling) for _ in range(args.runs)), key=lambda r: r.seconds)
-        middle = runs[len(runs) // 2]
-        rows.append(asdict(middle) | {"ttft_ms": middle.first_s * 1e3, "tpot_ms": middle.tpot_s * 1e3})
-        print(f"{case.name:20} TTFT {middle.first_s * 1e3:9.2f} ms   TPOT {middle.tpot_s * 1e3:8.3f} ms", flush=True)
-    roofline = roofline_of(llm, config.model) if batches else None
-    if batches:
-        print(f"{'batch':>6} {'step ms':>9} {'tok/s':>10} {'MFU':>6} {'MBU':>6} {'launch share':>13}")
-    for batch in batches:
-        run_case(llm, batch_case(batch, args.input, args.output), recorder, sampling)
-        point = batch_point(recorder, batch, roofline)
-        rows.append({"case": f"batch {batch} {args.input}/{args.output}"} | asdict(point))
-        print(
-            f"{batch:6d} {point.step_ms:9.3f} {point.tokens_per_s:10.1f} {_percent(point.mfu):>6} "
-            f"{_percent(point.mbu):>6} {point.launch_share:13.1%}",
-            flush=True,
-        )
-        if args.steps is not None:
-            append_jsonl(args.steps, recorder.named(f"batch {batch}"))
-    write(args.json, config, rows)
+    with rows_kept(args.json, config) as rows:
+        for case in cases:
+            with Ticker(case.name) as show:
+                runs = [run_case(llm, case, recorder, sampling, show) for _ in range(args.runs)]
+            middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]
+            ttft_ms, tpot_ms = middle.first_s * 1e3, middle.tpot_s * 1e3
+            rows.append(asdict(middle) | {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms})
+            print(f"{case.name:20} TTFT {ttft_ms:9.2f} ms   TPOT {tpot_ms:8.3f} ms", flush=True)
+        roofline = roofline_of(llm, config.model) if batches else None
+        if batches:
+            print(f"{'batch':>6} {'step ms':>9} {'tok/s':>10} {'MFU':>6} {'MBU':>6} {'launch share':>13}")
+        for batch in batches:
+            case = batch_case(batch, args.input, args.output)
+            with Ticker(case.name) as show:
+                run_case(llm, case, recorder, sampling, show)
+            point = batch_point(recorder, batch, roofline)
+            rows.append({"case": case.name} | asdict(point))
+            print(
+                f"{batch:6d} {point.step_ms:9.3f} {point.tokens_per_s:10.1f} {_percent(point.mfu):>6} "
+                f"{_percent(point.mbu):>6} {point.launch_share:13.1%}",
+                flush=True,
+            )
+            if args.steps is not None:
+                append_jsonl(args.steps, recorder.named(f"batch {batch}"))
     return 0
 
 

@@ -109,11 +109,14 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. Exit status 1: the run is not valid."""
+    """Measure and print. Exit status 1: the run is not valid. Raises KeyboardInterrupt if it was stopped."""
     import uvloop
 
     result = uvloop.run(measure(args))
     finish(args, [result])
+    if result.stopped:
+        ended = sum(r.done_ns is not None for r in result.records)
+        raise KeyboardInterrupt(f"the report is of the {ended} of {len(result.records)} requests that had ended")
     return 0 if result.valid else 1
 
 
@@ -124,10 +127,8 @@ async def measure(args: argparse.Namespace) -> RunResult:
     server = await find_server(args)
     work = make_work(args)
     options = await run_options(args, work)
-    show = Display(len(work.requests), sys.stderr.isatty() and not args.json)
-    result = await run_session(server, work, options, show)
-    show.end()
-    return result
+    with Display(len(work.requests), sys.stderr.isatty() and not args.json) as show:
+        return await run_session(server, work, options, show)
 
 
 async def find_server(args: argparse.Namespace) -> Server:
@@ -309,7 +310,10 @@ class Display:
         text = f"{progress.done}/{self._total} done, {progress.in_flight} in flight, {progress.failed} failed"
         print(f"\r{text}, {progress.output_tokens:,} tokens\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from copy import copy
 from typing import TYPE_CHECKING
@@ -48,7 +49,14 @@ def run(args: argparse.Namespace) -> int:
 
     if args.search:
         _check_search(args)
-    results, capacity = uvloop.run(_Sweep(args).run())
+    sweep, capacity, stopped = _Sweep(args), None, False
+    try:
+        capacity = uvloop.run(sweep.run())
+    except KeyboardInterrupt:
+        if not sweep.results:
+            raise
+        stopped = True
+    results = sweep.results
     print(compare_markdown([r.report for r in results]))
     if capacity is not None:
         print(_said(capacity))
@@ -57,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         path = args.result_dir / "sweep.html"
         path.write_text(_page(results, capacity))
         print(f"wrote {path}", file=sys.stderr)
+    if stopped:
+        raise KeyboardInterrupt(f"the table is of the {len(results)} runs that had ended")
     return 0
 
 
@@ -80,13 +90,14 @@ def _check_search(args: argparse.Namespace) -> None:
 
 
 class _Sweep:
-    """The runs of one sweep: the same server, targets and self-test, a seed and a nonce a point."""
+    """The runs of one sweep, `results`: the same server, targets and self-test, a seed and a nonce a point."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._number = 0
+        self.results: list[RunResult] = []
 
-    async def run(self) -> tuple[list[RunResult], Capacity | None]:
+    async def run(self) -> Capacity | None:
         from steelyard.bench.sweep import rates_between, search_capacity
 
         self._server = await find_server(self._args)
@@ -94,13 +105,11 @@ class _Sweep:
         alone = await self._closed(1)
         full = await self._closed(self._args.saturation)
         low, high = (r.report["summary"]["windows"]["whole run"]["request_rate"] for r in (alone, full))
-        results = [alone, full]
         for rate in rates_between(low, max(high, low), self._args.points):
-            results.append(await self._open(rate))  # noqa: PERF401, one after the other on purpose
+            await self._open(rate)
         if not self._args.search:
-            return results, None
-        found = await search_capacity(self._point, max(high / 2, 1e-3), attainment=self._args.attainment)
-        return results + [p.report for p in found.points], found
+            return None
+        return await search_capacity(self._point, max(high / 2, 1e-3), attainment=self._args.attainment)
 
     async def _point(self, rate: float) -> Point:
         from steelyard.bench.sweep import Point
@@ -131,9 +140,11 @@ class _Sweep:
         self._number += 1
         print(f"{name} ...", file=sys.stderr, flush=True)
         work = make_work(args, seed=args.seed + self._number)
-        show = Display(len(work.requests), sys.stderr.isatty())
-        result = await run_session(self._server, work, replace(self._options, name=name), show)
-        show.end()
+        with Display(len(work.requests), sys.stderr.isatty()) as show:
+            result = await run_session(self._server, work, replace(self._options, name=name), show)
+        if result.stopped:
+            raise asyncio.CancelledError
+        self.results.append(result)
         return result
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,26 +52,24 @@ def run(args: argparse.Namespace) -> int:
     names = case_names("offline") if args.workload == "offline" else args.workload.split(",")
     cases = [find_case(name).scaled(args.share) for name in names]
     llm, config = start(args, max(max(pair) + min(pair) for case in cases for pair in case.lens))
-    recorder = record_steps(llm)
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        runs = []
-        for _ in range(args.runs):
-            show = Ticker(case.name)
-            runs.append(run_case(llm, case, recorder, Sampling(args.temperature, config.seed), show))
-            show.end()
-            if args.steps is not None:
-                append_jsonl(args.steps, recorder.named(case.name))
-        middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]
-        rate = middle.output_tokens / middle.seconds
-        rows.append(asdict(middle) | {"out_tok_s": rate, "all_seconds": [r.seconds for r in runs]})
-        busy = middle.device_s / middle.seconds
-        print(
-            f"{case.name:26} {middle.seconds:9.3f} s {rate:10.1f} out tok/s {middle.steps:6d} steps, "
-            f"device busy {busy:.0%}",
-            flush=True,
-        )
-    write(args.json, config, rows)
+    recorder, sampling = record_steps(llm), Sampling(args.temperature, config.seed)
+    with rows_kept(args.json, config) as rows:
+        for case in cases:
+            runs = []
+            for _ in range(args.runs):
+                with Ticker(case.name) as show:
+                    runs.append(run_case(llm, case, recorder, sampling, show))
+                if args.steps is not None:
+                    append_jsonl(args.steps, recorder.named(case.name))
+            middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]
+            rate = middle.output_tokens / middle.seconds
+            rows.append(asdict(middle) | {"out_tok_s": rate, "all_seconds": [r.seconds for r in runs]})
+            busy = middle.device_s / middle.seconds
+            print(
+                f"{case.name:26} {middle.seconds:9.3f} s {rate:10.1f} out tok/s {middle.steps:6d} steps, "
+                f"device busy {busy:.0%}",
+                flush=True,
+            )
     return 0
 
 
@@ -93,8 +93,22 @@ def start(args: argparse.Namespace, context: int) -> tuple[LLM, EngineConfig]:
     return llm, config
 
 
-def write(path: Path | None, config: EngineConfig, rows: list[dict[str, Any]]) -> None:
-    """Rows, the configuration and the environment as JSON."""
+@contextmanager
+def rows_kept(path: Path | None, config: EngineConfig) -> Iterator[list[dict[str, Any]]]:
+    """A list for rows of what is measured. It is written at the end, with configuration and environment as JSON, and
+    where Ctrl-C ends it too: KeyboardInterrupt then says how many there are."""
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    except KeyboardInterrupt:
+        if rows:
+            _write(path, config, rows)
+            raise KeyboardInterrupt(f"{len(rows)} cases had been measured") from None
+        raise
+    _write(path, config, rows)
+
+
+def _write(path: Path | None, config: EngineConfig, rows: list[dict[str, Any]]) -> None:
     from steelyard.perf.environment import environment
 
     if path is not None:

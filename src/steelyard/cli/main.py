@@ -30,20 +30,29 @@ COMMANDS: dict[str, str] = {
 """Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""
 
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 and SIGINT."""
 STDOUT_CLOSED = 141
 """Exit status where the reader of standard output went away: 128 and SIGPIPE, as for other programs."""
+_CLEAR = "\r\x1b[K"  # a line of progress, or the terminal's ^C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; a user's mistake prints one line and returns 2.
 
-    Whatever a command was doing, it ends without a word where nobody reads its output any longer (`| head`).
+    Whatever a command was doing, Ctrl-C ends it with one line, which has the words of its KeyboardInterrupt if it
+    raises one itself, and it ends without a word where nobody reads its output any longer (`| head`).
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            return _run(words)
         finally:
             sys.stdout.flush()  # here and not at the interpreter's exit, where nothing can be caught
+    except KeyboardInterrupt as stop:
+        kept = f"; {stop}" if str(stop) else ""
+        print(f"{_CLEAR if sys.stderr.isatty() else ''}steelyard {_chosen(words)}: stopped{kept}", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         if not _output_is_gone():
             raise
@@ -55,7 +64,7 @@ def _run(words: list[str]) -> int:
     parser = Parser(prog="steelyard", description="An LLM inference server that weighs what it spends.")
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((w for w in words if not w.startswith("-")), None)
+    chosen = _chosen(words)
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
@@ -79,8 +88,11 @@ def _run(words: list[str]) -> int:
             raise
         print(f"steelyard {args.command}: {error.filename}: {reason(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+
+
+def _chosen(words: list[str]) -> str | None:
+    """The subcommand."""
+    return next((w for w in words if not w.startswith("-")), None)
 
 
 def _output_is_gone() -> bool:

@@ -31,7 +31,10 @@ class Ticker:
         begin, end = ("\r", "\x1b[K") if self._live else ("", "\n")
         print(f"{begin}{self._what}: {done}", end=end, file=self._out, flush=True)
 
-    def end(self) -> None:
+    def __enter__(self) -> Ticker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Clear the line."""
         if self._live:
             print("\r\x1b[K", end="", file=self._out, flush=True)
