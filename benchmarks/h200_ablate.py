@@ -1,43 +1,61 @@
 """What each optimisation buys, on one GPU, offline and served. Run: python3 benchmarks/h200_ablate.py OUT --part PART
 
-    combinations  no cache + naive, cache + naive, cache + efficient      the four groups, one by one, few requests
-    batching      static, dynamic, continuous whole, continuous chunked   the four groups mixed, answers of 50 to 150 %
+    combinations  no cache + naive, cache + naive, cache + efficient without and with graphs    four groups, one by one
+    batching      static, dynamic, continuous whole, continuous chunked    the groups mixed, answers of 50 to 150 %
     full          one server, the four groups over HTTP, the whole report of `bench serve`
 
-Each arm is a process of its own with random weights (speed only), each part fits in nine minutes. A step's time is
-split by what bounds it: floor where arithmetic or memory is the longer part, what is above the floor, and the gap
-before it; what of the wall time is in no step is the residual. Figures go to OUT/PART.json, tables to OUT/PART.md.
+Each arm is a process of its own with random weights (speed only). Few requests, and shorter answers of the long groups,
+where a step without a cache computes a long sequence anew. A step's time is split by what bounds it; plan's prediction
+(on an H200 fitted to the kept records of `single` and `short-short`, which no arm runs) stands beside what was
+measured, and each change is attributed. Figures go to OUT/PART.json, tables to OUT/PART.md, reports to OUT/full.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from steelyard.bench.arms import SETS
+from steelyard.bench.ablate import ACCOUNTS
+from steelyard.bench.arms import KNOBS, SETS
+from steelyard.bench.expect import Load, expected
 from steelyard.bench.workload import GROUPS
 from steelyard.cli.ablate import served
 from steelyard.cli.options import add_engine_arguments, engine_config
 from steelyard.llm import LLM
+from steelyard.perf.arm_report import arms_table, changes, changes_tables, parts, phases, predicted_s, why_unpredicted
 from steelyard.perf.environment import environment
 from steelyard.perf.throughput import record_steps, roofline_of, run_case
 from steelyard.perf.workloads import Case, write_config
-from steelyard.plan.costs import Chunk
+from steelyard.plan.calibration import Calibration, default_calibration
+from steelyard.plan.fit import fit
+from steelyard.plan.records import read_records
 from steelyard.plan.roofline import Roofline
+from steelyard.wire.messages import Finished
 
 Json = dict[str, Any]
+RECORDS = Path(__file__).parent / "results" / "h200-steps.jsonl"
+SHOWN = ("single", "short-short")
 COUNTS: Mapping[str, Mapping[str, int]] = {
-    "combinations": {"short-short": 16, "long-short": 4, "short-long": 16, "long-long": 2},
+    "combinations": {"short-short": 16, "long-short": 1, "short-long": 4, "long-long": 1},
     "batching": {"short-short": 64, "long-short": 24, "short-long": 64, "long-long": 24},
 }
+CUT = {"short-long": 2, "long-long": 4}
+"""Of `combinations`: answers are so many times shorter than the group's."""
+NO_GRAPHS = ("cache, efficient attention, no graphs", ("--enforce-eager",))
+"""Between naive attention, which cannot be captured, and the engine as it is: parts attention from launches."""
+LIMIT_S = 240.0
 MOST_TOKENS = 6144
 """Of a request: 4096 and 150 % of 1024, in whole blocks; also a step's budget where prompts are whole."""
 ROWS = 64
@@ -49,7 +67,8 @@ def group_cases(part: str, divisor: int) -> list[Case]:
     lens = {name: (max(i // divisor, 4), max(o // divisor, 4)) for name, (i, o) in GROUPS.items()}
     counts = COUNTS[part]
     if part == "combinations":
-        return [Case(name, (lens[name],) * counts[name]) for name in GROUPS]
+        found = {name: (lens[name][0], max(lens[name][1] // CUT.get(name, 1), 4)) for name in GROUPS}
+        return [Case(f"{name} {i}/{o}", ((i, o),) * counts[name]) for name, (i, o) in found.items()]
     rng = random.Random("answers")
     mixed = [
         (lens[name][0], max(1, round(lens[name][1] * rng.uniform(1 - SPREAD, 1 + SPREAD))))
@@ -66,137 +85,144 @@ def run_arm(args: argparse.Namespace, words: Sequence[str]) -> list[Json]:
     add_engine_arguments(parser)
     config = replace(engine_config(parser.parse_args([args.model, *words])), skip_tokenizer_init=True)
     llm = LLM.from_config(config)
-    recorder, roofline = record_steps(llm), roofline_of(llm, args.name)
+    recorder, roofline, ended = record_steps(llm), roofline_of(llm, args.name), note_ends(llm)
+    calibration = calibrated(roofline, args.name) if roofline is not None else None
     rows = []
     for case in group_cases(args.part, args.divisor):
         run_case(llm, Case(case.name, tuple((i, min(o, 4)) for i, o in case.lens)), recorder)
         held = llm.engine.scheduler.held_slots
+        ended.clear()
         run = run_case(llm, case, recorder)
-        steps = list(recorder.steps)
-        rows.append(
-            {
-                "case": case.name,
-                "requests": len(case.lens),
-                "seconds": run.seconds,
-                "out_tok_s": run.output_tokens / run.seconds,
-                "steps": len(steps),
-                "ids_sha256": run.ids_sha256,
-                "held_slots": llm.engine.scheduler.held_slots - held,
-                "kv_blocks_peak": llm.engine.cache.most_active(),
-                **phases(steps),
-                "parts_s": parts(steps, roofline, run.seconds),
-                "config": {k: v for k, v in llm.engine.options.config.items() if k != "model"},
-            }
-        )
+        steps, settings = list(recorder.steps), {k: v for k, v in llm.engine.options.config.items() if k != "model"}
+        row = {
+            "case": case.name,
+            "requests": len(case.lens),
+            "seconds": run.seconds,
+            "out_tok_s": run.output_tokens / run.seconds,
+            "steps": len(steps),
+            "graphed": run.graphed,
+            "ids_sha256": run.ids_sha256,
+            "held_slots": llm.engine.scheduler.held_slots - held,
+            "kv_blocks_peak_since_start": llm.engine.cache.most_active(),
+            **phases(steps),
+            "parts_s": parts(steps, roofline, run.seconds),
+            **accounts(ended),
+            "unpredicted": why_unpredicted(settings),
+            "predicted_s": None,
+            "config": settings,
+        }
+        if roofline is not None and calibration is not None:
+            if not row["unpredicted"]:
+                row["predicted_s"] = predicted_s(steps, roofline, calibration)
+            row["expected"] = ratios(case, (roofline, calibration))
+        rows.append(row)
         print(f"  {case.name}: {run.seconds:.2f} s", file=sys.stderr, flush=True)
     return rows
 
 
-def phases(steps: Sequence[Json]) -> Json:
-    """Prefill and decode apart: the first step's time a prompt token, and the middle later step's.
+def note_ends(llm: LLM) -> list[Finished]:
+    """What the engine says at the end of each request from now on, its ledger in it."""
+    found: list[Finished] = []
+    step = llm.engine.step
 
-    Without a KV cache every step has prefill tokens; what begins a request is told from what continues it by order.
-    """
-    spans = [(s["device_ns"] + s["gap_ns"]) / 1e6 for s in steps]
-    later = sorted(spans[len(spans) // 2 :])
-    return {"first_step_ms": spans[0], "decode_step_ms": later[len(later) // 2]}
+    def noting() -> list[Any]:
+        messages = step()
+        found.extend(m for m in messages if isinstance(m, Finished))
+        return messages
 
-
-def parts(steps: Sequence[Json], roofline: Roofline | None, seconds: float) -> Json:
-    """Seconds by what bounds them; they and the residual sum to the wall time."""
-    found = {"compute floor": 0.0, "memory floor": 0.0, "above the floor": 0.0, "gaps": 0.0}
-    for i, step in enumerate(steps):
-        device_s = step["device_ns"] / 1e9
-        found["gaps"] += step["gap_ns"] / 1e9 if i else 0.0
-        floor_s, name = 0.0, "above the floor"
-        if roofline is not None:
-            chunks = chunks_of(step)
-            floor_s = min(roofline.floor(chunks, routing="fewest").seconds, device_s)
-            more_compute = roofline.mfu(chunks, device_s) >= roofline.mbu(chunks, device_s)
-            name = "compute floor" if more_compute else "memory floor"
-            found[name] += floor_s
-        found["above the floor"] += device_s - floor_s
-    return found | {"residual": seconds - sum(found.values())}
+    llm.engine.step = noting
+    return found
 
 
-def chunks_of(step: Json) -> tuple[Chunk, ...]:
-    """A recorded step as the plan knows it, rows of a kind taken to be alike."""
-    found = []
-    if step["decode_rows"]:
-        found.append(Chunk(1, max(step["context_sum"] // step["decode_rows"], 1), step["decode_rows"]))
-    if step.get("prefill_rows"):
-        rows = step["prefill_rows"]
-        new = max(step["prefill_tokens"] // rows, 1)
-        found.append(Chunk(new, max(step["prefill_context_sum"] // rows, new), rows))
-    return tuple(found)
+def accounts(ended: Sequence[Finished]) -> Json:
+    """Milliseconds of a mean request, in all and by the accounts of `steelyard ablate`."""
+    states = {s: fmean(f.ledger.get(s, 0) for f in ended) / 1e6 for s in {s for f in ended for s in f.ledger}}
+    by_account = {name: sum(states.get(s, 0.0) for s in own) for name, own in ACCOUNTS.items()}
+    whole = sum(states.values())
+    return {"request_ms": whole, "accounts_ms": by_account | {"in no account": whole - sum(by_account.values())}}
 
 
-def run_part(args: argparse.Namespace, words: Sequence[str]) -> Json:
+def calibrated(roofline: Roofline, name: str) -> Calibration:
+    """Fitted to the kept records of the model where this is their device, else the plan's default."""
+    wanted = {f"{name} {kind}" for kind in SHOWN}
+    records = [r for r in read_records(RECORDS) if " ".join(r.workload.split()[:2]) in wanted]
+    if not records or "H200" not in roofline.setup.device.name:
+        return default_calibration(roofline)
+    return fit(roofline, records)
+
+
+def ratios(case: Case, model: tuple[Roofline, Calibration]) -> dict[str, float]:
+    """What plan expects a decode step to be multiplied by, by the knobs that it has a term for."""
+    rows = min(len(case.lens), ROWS)
+    load = Load(fmean(i for i, _ in case.lens), fmean(o for _, o in case.lens), rows)
+    found = {knob: expected(knob, model, load) for knob in ("kv-cache", "attention")}
+    return {knob: e.ratio for knob, e in found.items() if e is not None}
+
+
+def run_part(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Every arm of the set in a process of its own; an arm that fails is a row that says why."""
-    arms = SETS[args.part]
-    rows: Json = {}
-    for name, own in arms.arms:
+    arms, rows = SETS[args.part], dict[str, Any]()
+    own = list(arms.arms)
+    if args.part == "combinations":
+        own.insert(len(own) - 1, NO_GRAPHS)
+    for name, flags in own:
         print(f"{args.part}: {name}", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, str(args.out), "--part", args.part, "--model", args.model]
-        command += ["--name", args.name, "--divisor", str(args.divisor), "--arm", "--", *words, *arms.both, *own]
+        command += ["--name", args.name, "--divisor", str(args.divisor), "--arm", "--", *words, *arms.both, *flags]
         began = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True)
-        sys.stderr.write(done.stderr[-2000:])
-        last = done.stdout.strip().splitlines()
-        ok = done.returncode == 0 and bool(last)
-        rows[name] = json.loads(last[-1]) if ok else {"failed": done.stderr[-500:]}
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+            rows[name] = json.loads(done.stdout.strip().splitlines()[-1])
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            rows[name] = {"failed": str(error)[-300:]}
         print(f"  {time.monotonic() - began:.0f} s with its start", file=sys.stderr, flush=True)
-        save(args, {"arms": rows})
-    return {"arms": rows}
+        save(args, rows)
 
 
-async def run_full(args: argparse.Namespace, words: Sequence[str]) -> Json:
-    """A server, and `bench serve` over the four groups with everything kept."""
+async def run_full(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """A server, and `bench serve` over the four groups; the run's raw files end in one archive."""
+    folder = args.out / "full"
     async with served(args.model, [*words, "--skip-tokenizer-init"]) as url:
         vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         command = [sys.executable, "-m", "steelyard.cli.main", "bench", "serve", "--base-url", url, "--name", args.name]
         command += ["--group", "all", "--group-divisor", str(args.divisor), "--vocab-size", str(min(vocab, 30000))]
-        command += [
-            "--num-prompts",
-            str(args.requests),
-            "--max-concurrency",
-            str(args.slots),
-            "--client-processes",
-            "4",
-        ]
-        command += ["--prompt-kind", "ids", "--warmup", "64", "--save-result", "--result-dir", str(args.out / "full")]
+        command += ["--num-prompts", str(args.requests), "--max-concurrency", str(args.slots)]
+        command += ["--client-processes", "4", "--prompt-kind", "ids", "--warmup", "64"]
+        command += ["--save-result", "--result-dir", str(folder)]
         if args.device == "cuda":
             command += ["--plan-model", args.name, "--plan-device", "H200"]
-        done = subprocess.run(command, capture_output=True, text=True)
-    return {"status": done.returncode, "said": done.stdout[-4000:], "errors": done.stderr[-1000:]}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    print(done.stdout[-4000:])
+    if not folder.is_dir():
+        return done.returncode or 1
+    raw = [p for p in folder.iterdir() if p.name.endswith((".records.jsonl", ".vllm.json", ".csv"))]
+    with tarfile.open(folder / f"{args.name}.raw.tar.gz", "w:gz") as archive:
+        for path in raw:
+            archive.add(path, path.name)
+    for path in raw:
+        path.unlink()
+    return done.returncode
 
 
-def save(args: argparse.Namespace, result: Json) -> None:
+def save(args: argparse.Namespace, rows: Json) -> None:
     """OUT/PART.json and OUT/PART.md, written after every arm."""
     args.out.mkdir(parents=True, exist_ok=True)
+    found = changes({name: own for name, own in rows.items() if isinstance(own, list)})
+    for row in found:
+        knob = changed(*(rows[row[end]][0]["config"] for end in ("from", "to")))
+        of_case = next(r for r in rows[row["to"]] if r["case"] == row["case"])
+        row["expected_ratio"] = of_case.get("expected", {}).get(knob)
     whole = {"part": args.part, "model": args.name, "weights": "dummy: speed only", "environment": environment()}
-    (args.out / f"{args.part}.json").write_text(json.dumps(whole | result, indent=1) + "\n")
-    (args.out / f"{args.part}.md").write_text(markdown(args, result))
+    whole |= {"arms": rows, "changes": found}
+    (args.out / f"{args.part}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    lines = [f"# {args.part}, {args.name}", "", "Random weights: speed only.", "", *arms_table(rows)]
+    lines += ["", "What each change moved, seconds of the whole run:", "", *changes_tables(found)]
+    (args.out / f"{args.part}.md").write_text("\n".join(lines) + "\n")
 
 
-def markdown(args: argparse.Namespace, result: Json) -> str:
-    lines = [f"# {args.part}, {args.name}", "", "Random weights: speed only.", ""]
-    if "arms" not in result:
-        return "\n".join([*lines, result["said"]])
-    names = ("compute floor", "memory floor", "above the floor", "gaps", "residual")
-    lines.append(
-        f"| case | arm | s | out tok/s | first step, ms | decode step, ms | held slots | {' | '.join(names)} |"
-    )
-    lines.append("|" + " --- |" * (7 + len(names)))
-    for arm, rows in result["arms"].items():
-        if isinstance(rows, dict):
-            lines.append(f"| | {arm} | failed |")
-            continue
-        for r in rows:
-            cells = [f"{r['seconds']:.2f}", f"{r['out_tok_s']:,.0f}", f"{r['first_step_ms']:.2f}"]
-            cells += [f"{r['decode_step_ms']:.2f}", str(r["held_slots"]), *(f"{r['parts_s'][n]:.2f}" for n in names)]
-            lines.append(f"| {r['case']} | {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def changed(before: Json, after: Json) -> str:
+    """The first knob whose setting differs; "" if none does."""
+    return next((k.name for k in KNOBS.values() if before.get(k.read_back) != after.get(k.read_back)), "")
 
 
 def main() -> int:
@@ -215,17 +241,15 @@ def main() -> int:
     if args.arm:
         print(json.dumps(run_arm(args, words)))
         return 0
-    if not args.model:
-        args.model = str(write_config(args.name, args.out / "model"))
     most = max(MOST_TOKENS // args.divisor, 64)
     words += ["--load-format", "dummy", "--device", args.device, "--max-model-len", str(most)]
-    if args.part != "full":
-        words += ["--max-num-seqs", str(ROWS)]
-        save(args, run_part(args, words))
-        return 0
-    import asyncio
-
-    save(args, asyncio.run(run_full(args, words)))
+    if args.device == "cuda":
+        words += ["--gpu-memory-utilization", "0.75"]
+    with TemporaryDirectory() as folder:
+        args.model = args.model or str(write_config(args.name, Path(folder)))
+        if args.part == "full":
+            return asyncio.run(run_full(args, words))
+        run_part(args, [*words, "--max-num-seqs", str(ROWS)])
     return 0
 
 
