@@ -31,15 +31,32 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     assert runs([]) == []
 
 
-def test_blocks_go_out_before_others_come_into_their_places() -> None:
+@pytest.mark.parametrize(("piece_bytes", "num_pieces"), [(1 << 30, [1, 1]), (3 * 24, [2, 1]), (1, [4, 2])])
+def test_blocks_go_out_before_others_come_into_their_places(piece_bytes: int, num_pieces: list[int]) -> None:
     device = pools()
-    tier = HostPool(device, (4, 2))
+    tier = HostPool(device, (4, 2), piece_bytes=piece_bytes)
+    assert [len(pieces) for pieces in tier.pieces] == num_pieces and tier.num_slots == (4, 2)
     tier.swap([Swap(0, 1, 4, True), Swap(0, 2, 1, True), Swap(1, 3, 2, True)])
     device[0][1:3], device[1][3] = -1.0, -1.0
     tier.swap([Swap(0, 7, 3, True), Swap(0, 7, 4, False), Swap(0, 8, 1, False), Swap(1, 1, 2, False)])
     assert [float(b[0, 0]) for b in device[0]] == [0, -1, -1, 3, 4, 5, 6, 1, 2]
     assert [float(b[0]) for b in device[1]] == [0, 3, 2, -1, 4]
-    assert float(tier.slots[0][2][0, 0]) == 7 and torch.equal(device[0][7], torch.ones(3, 2))
+    assert float(next(tier._run(0, 3, 1))[0, 0, 0]) == 7 and torch.equal(device[0][7], torch.ones(3, 2))
+
+
+def test_neighbours_in_different_pieces_are_a_copy_a_piece() -> None:
+    device = pools()
+    tier = HostPool(device, (8, 4), piece_bytes=3 * 24)
+    tier.swap([Swap(0, 1 + i, 1 + i, True) for i in range(8)])
+    assert [int(b[0, 0]) for piece in tier.pieces[0] for b in piece] == list(range(1, 9))
+    device[0][1:] = 0.0
+    tier.swap([Swap(0, 1 + i, 1 + i, False) for i in range(1, 7)])
+    assert [int(b[0, 0]) for b in device[0]] == [0, 0, 2, 3, 4, 5, 6, 7, 0]
+
+
+def test_memory_that_the_host_does_not_have_is_refused_with_the_numbers() -> None:
+    with pytest.raises(StartError, match=r"--swap-space.*bytes of host memory cannot be had"):
+        HostPool(pools(), (1 << 50, 1), piece_bytes=1 << 60)
 
 
 class Log(TorchDispatchMode):

@@ -21,6 +21,8 @@ from torch import Tensor
 from steelyard.core.step import Swap
 from steelyard.errors import StartError
 
+PIECE_BYTES = 2**30
+"""Pinned at once, at most: torch rounds what it pins up to a power of two, which a piece of this size nearly fills."""
 MEASURED_BYTES = 64 * 2**20
 MEASURED_TIMES = 4
 
@@ -56,29 +58,37 @@ class InlineQueue:
 
 
 class HostPool:
-    """Slots of the host tier: `slots[g]` is [num_slots[g], ...] of group g's block shape; slot n is at n - 1."""
+    """Slots of the host tier, numbered from 1.
 
-    def __init__(self, pools: Sequence[Tensor], num_slots: Sequence[int], queue: Queue | None = None) -> None:
-        """`pools`: the device's, [blocks + 1, ...] each, whose memory stays where it is. Pinned for a GPU."""
+    pieces[g]  tensors [n, ...] of group g's block shape, one slot after another; all but the last of equal size
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        num_slots: Sequence[int],
+        queue: Queue | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """`pools`: the device's, [blocks + 1, ...] each, whose memory stays where it is. Pinned for a GPU.
+
+        Raises StartError where the host has no such memory.
+        """
         device = pools[0].device
         on_gpu = device.type == "cuda"
         self._pools = pools
         self._queue = queue or (SideQueue(device) if on_gpu else InlineQueue())
-        self.slots = [
-            torch.empty((num, *pool.shape[1:]), dtype=pool.dtype, pin_memory=on_gpu)
-            for num, pool in zip(num_slots, pools)
-        ]
-
+        self.pieces = [_allocated(num, pool, piece_bytes, on_gpu) for num, pool in zip(num_slots, pools)]
         self.bandwidth = self._measure()
         """Bytes/s one way, measured: the mean of both ways."""
 
     @property
     def num_slots(self) -> tuple[int, ...]:
-        return tuple(len(slots) for slots in self.slots)
+        return tuple(sum(map(len, pieces)) for pieces in self.pieces)
 
     @property
     def nbytes(self) -> int:
-        return sum(slots.nbytes for slots in self.slots)
+        return sum(piece.nbytes for pieces in self.pieces for piece in pieces)
 
     def swap(self, swaps: Sequence[Swap]) -> None:
         """Make a plan's moves: every `out`, then every `in`. Neighbours on both sides are one copy."""
@@ -87,16 +97,27 @@ class HostPool:
         with self._queue.copying():
             for out in (True, False):
                 for group, block, slot, count in runs([s for s in swaps if s.out is out]):
-                    on_device = self._pools[group][block : block + count]
-                    on_host = self.slots[group][slot - 1 : slot - 1 + count]
-                    target, source = (on_host, on_device) if out else (on_device, on_host)
-                    target.copy_(source, non_blocking=True)
+                    for on_host in self._run(group, slot, count):
+                        on_device = self._pools[group][block : block + len(on_host)]
+                        target, source = (on_host, on_device) if out else (on_device, on_host)
+                        target.copy_(source, non_blocking=True)
+                        block += len(on_host)
+
+    def _run(self, group: int, slot: int, count: int) -> Iterator[Tensor]:
+        """Slots [slot, slot + count), as they lie in pieces."""
+        pieces, first, end = self.pieces[group], slot - 1, slot - 1 + count
+        size = len(pieces[0])
+        while first < end:
+            index, at = divmod(first, size)
+            part = pieces[index][at : at + end - first]
+            yield part
+            first += len(part)
 
     def _measure(self) -> float:
         """Copy some blocks to and fro, in the form swaps have; the best of a few times."""
-        group = max(range(len(self.slots)), key=lambda g: self.slots[g].nbytes)
-        size = self.slots[group][0].nbytes
-        count = max(1, min(len(self.slots[group]), len(self._pools[group]) - 1, MEASURED_BYTES // size))
+        group = max(range(len(self.pieces)), key=lambda g: self.num_slots[g] * self._pools[g][0].nbytes)
+        size = self._pools[group][0].nbytes
+        count = max(1, min(self.num_slots[group], len(self._pools[group]) - 1, MEASURED_BYTES // size))
         best_s = float("inf")
         for _ in range(MEASURED_TIMES):
             began = time.perf_counter()
@@ -106,6 +127,19 @@ class HostPool:
                 torch.cuda.synchronize(self._pools[group].device)
             best_s = min(best_s, time.perf_counter() - began)
         return 2 * count * size / best_s
+
+
+def _allocated(num_slots: int, pool: Tensor, piece_bytes: int, pinned: bool) -> list[Tensor]:
+    """Slots for blocks of `pool`, in pieces."""
+    each = max(1, min(piece_bytes // pool[0].nbytes, num_slots))
+    sizes = [min(each, num_slots - first) for first in range(0, num_slots, each)]
+    try:
+        return [torch.empty((size, *pool.shape[1:]), dtype=pool.dtype, pin_memory=pinned) for size in sizes]
+    except RuntimeError as error:
+        raise StartError(
+            f"--swap-space: {num_slots * pool[0].nbytes:,} bytes of host memory cannot be had; give less",
+            param="swap_space",
+        ) from error
 
 
 def runs(swaps: Sequence[Swap]) -> list[tuple[int, int, int, int]]:
