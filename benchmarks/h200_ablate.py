@@ -51,7 +51,7 @@ COUNTS: Mapping[str, Mapping[str, int]] = {
     "combinations": {"short-short": 16, "long-short": 1, "short-long": 4, "long-long": 1},
     "batching": {"short-short": 64, "long-short": 24, "short-long": 64, "long-long": 24},
 }
-CUT = {"short-long": 2, "long-long": 4}
+CUT = {"short-long": 4, "long-long": 4}
 """Of `combinations`: answers are so many times shorter than the group's."""
 NO_GRAPHS = ("cache, efficient attention, no graphs", ("--enforce-eager",))
 """Between naive attention, which cannot be captured, and the engine as it is: parts attention from launches."""
