@@ -19,6 +19,7 @@ from steelyard.core.step import MemoryTerms, RunnerCaps
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.reference import ReferenceBackend
+from steelyard.kernels.sampling import Controls
 from steelyard.kernels.select import ATTENTION, choose_attention, make_attention
 from steelyard.kernels.step import FrameLayout, StepOperators, TorchStep
 from steelyard.kernels.triton_attention import TritonAttention
@@ -105,11 +106,20 @@ class DeviceStart:
         shapes += [Shape.of_bucket("decode", min(size, rows), rows) for size in (1, 2, 16, 32, 64, 128, 256)]
         calls = [_call(step.forward, shape) for shape in dict.fromkeys(shapes)]
         calls += [_call(step.head, size, cut) for size in {1, min(2, rows)} for cut in (True, False)]
+        calls += [_call(self.choose, cut) for cut in (True, False)]
         with ThreadPoolExecutor(len(calls)) as threads:
             for done in [threads.submit(call) for call in calls]:
                 done.result()
         torch.cuda.synchronize(self.device)
         torch._C._cuda_clearCublasWorkspaces()
+
+    @torch.inference_mode()
+    def choose(self, cut: bool) -> None:
+        """A row of float32 logits as those are sampled that the head leaves out: guesses, penalties, masks."""
+        logits = torch.zeros(1, self.shape.vocab_size, device=self.device)
+        one = torch.ones(1, device=self.device)
+        limits = (one, one.int(), one) if cut else (None, None, None)
+        self.backend.choose(logits, one.double() / 2, Controls(one, *limits))
 
     def activation_peak_bytes(self) -> int:
         """What the largest step takes for a moment, measured: padding only, but every tensor at its full size."""
