@@ -6,8 +6,8 @@
 #   small    fp8 KV against bf16, swap against recompute, the doctor's report                  2 minutes
 #   served   short-short over HTTP with 1, 2 and 4 front ends                                  3 minutes
 #   table    every workload three times, the batch curve, the host's time in a step            8 minutes
-#   peers    the same requests through transformers                                            2 minutes
-#   ablate   the three combinations, the batching generations, the four groups served          7 minutes
+#   peers    the same requests through transformers                                            3 minutes
+#   ablate   the three combinations, the batching generations, the four groups served          6 minutes
 #
 # COMMIT names what is measured where the checkout has no history. What failed is listed in OUT/failed.
 set -u
@@ -60,7 +60,8 @@ table() {
 
 peers() {
     tail_lines=20
-    timed peers python3 benchmarks/h200_transformers.py "$out"
+    timed peers-small python3 benchmarks/h200_transformers.py "$out" --model qwen3-0.6b --longest 512
+    timed peers-large python3 benchmarks/h200_transformers.py "$out" --model llama3-8b
 }
 
 ablate() {
