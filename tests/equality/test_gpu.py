@@ -6,22 +6,27 @@ Heads are of the sizes that the Triton kernels have; the pruned families' are no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from steelyard.checkpoint.find import open_checkpoint
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import RowWork, StepPlan, Want
+from steelyard.core.step import Copy, RowWork, StepPlan, StepResult, Swap, Want
 from steelyard.llm import LLM
+from steelyard.runner.start import start_runner
 from tests.equality.llama_rig import Cell, Ran, check_greedy, prompts, request, run, tiny_llama
 from tests.equality.test_families import FAMILIES, ROPES, most_blocks_of_a_row, tiny
 from tests.equality.test_pooling import check as check_pooled
 from tests.equality.test_pooling import pooled
-from tests.runner import test_bounded
+from tests.runner import test_bounded, test_device_together
 from tests.runner.test_device_runner import SAMPLED, enter, go, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -265,3 +270,71 @@ def test_nothing_waits_or_allocates_in_a_decode_step(llama: Model) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """torch raises on an operator that waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def everything(runner: Any, leave: tuple[int, ...]) -> list[StepResult]:
+    """Two steps of all that is not a plain decode, launched without waiting."""
+    rows = [
+        enter(0, 1, (5, 6, 8), logprobs=3, prompt_logprobs=2, repetition_penalty=1.3, temperature=1.0, top_k=5),
+        enter(1, 7, (9, 4, 2)),
+        enter(2, 13, (5, 6, 5, 6, 5, 6), temperature=1.0, logit_bias=((5, 60.0),)),
+        enter(3, 19, (3, 3, 3)),
+    ]
+    judged = Want.TOKEN | Want.TOP_LOGPROBS
+    wants = (judged | Want.PROMPT_LOGPROBS, Want.POOL_MEAN, Want.TOKEN, Want.TOKEN)
+    first = {key: tuple(part for row in rows for part in row[key]) for key in ("enter", "edits")}
+    work = tuple(row["work"][0]._replace(want=want) for row, want in zip(rows, wants, strict=True))
+    with waiting_forbidden():
+        step = runner.launch(StepPlan(0, **first, leave=leave, work=work, masked=(3,), swaps=(Swap(0, 30, 1, True),)))
+        runner.sample(step, {3: np.full(-(-runner.caps.vocab_size // 32), -1, np.int32)})
+    results = [runner.collect(step)]
+    work = (RowWork(0, 3, 1, judged), RowWork(2, 6, 4, Want.TOKEN, 3, 1))
+    swaps = (Swap(0, 31, 2, True), Swap(0, 32, 1, False))
+    with waiting_forbidden():
+        step = runner.launch(StepPlan(1, work=work, swaps=swaps, copies=(Copy(0, 1, 33),), num_drafts=3))
+    return [*results, runner.collect(step)]
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_nothing_waits_in_steps_that_do_everything_else(llama: Model, kv: str) -> None:
+    """Guesses, penalties, masks, log-probabilities, vectors, swaps and copies; the second time all is compiled."""
+    runner = start(llama[0], device=DEVICE, backend="auto", kv_cache_dtype=kv, overlap=False, swap_space_bytes=1 << 24)
+    once, again = everything(runner, ()), everything(runner, (0, 1, 2, 3))
+    for steps in (once, again):
+        assert not any(step.failed for step in steps)
+        assert {row.row: len(row.ids) for row in steps[0].rows} == {0: 1, 1: 0, 2: 1, 3: 1}
+        assert len(steps[0].pooled[1]) == SIZES["hidden_size"] and len(steps[0].prompt_logprobs[0]) == 2
+        assert len(steps[1].rows) == 2 and 1 <= len(steps[1].rows[1].ids) <= 4
+    assert [[row.ids for row in step.rows] for step in once] == [[row.ids for row in step.rows] for step in again]
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_guesses_swaps_bounds_and_an_fp8_pool_at_once(llama: Model, kv: str, is_bounded: bool) -> None:
+    """The judge has room for all and guesses nothing. Other shapes round otherwise, and fp8 makes steps of that."""
+    sizes: dict[str, Any] = {"device": DEVICE, "backend": "auto", "block_size": 16, "max_num_batched_tokens": 40}
+    checkpoint = open_checkpoint(str(llama[0]))
+
+    def served(num_blocks: int, guesses: int, **more: Any) -> tuple[Any, Any, Any]:
+        options = replace(test_device_together.options_of(kv, is_bounded, num_blocks), **sizes, **more)
+        return test_device_together.serve(start_runner(checkpoint, options), guesses)
+
+    expected, calm, _ = served(64, 0)
+    assert calm.preemptions == calm.draft_tokens == 0
+    for guesses in (0, 4):
+        found, counters, results = served(8, guesses, swap_space_bytes=1 << 24, overlap=not guesses)
+        assert found == expected or (kv == "fp8" and {k: len(v) for k, v in found.items()} == dict.fromkeys(found, 40))
+        assert counters.swaps_out == counters.swaps_in == counters.preemptions > 0
+        assert {r.timing.graph.split(" ")[0] for r in results} == {"decode", "mixed"}
+        assert (counters.accepted_tokens > 10) == bool(guesses)
