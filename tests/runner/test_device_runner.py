@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -219,6 +220,19 @@ def test_a_step_that_fails_behind_its_logits_waits_for_no_mask(model: Model, mon
     assert step.done_ns > 0, "its end is marked"
     runner.sample(step, {})
     assert runner.collect(step).failed[0][0] == 0
+
+
+def test_memory_that_runs_out_under_a_mask_fails_its_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = start(model[0])
+    step = runner.launch(StepPlan(0, **enter(0, 1, (5, 6, 8)), masked=(0,)))
+
+    def too_much(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._sampler, "run", too_much)
+        runner.sample(step, {0: np.full(7, -1, np.int32)})
+    assert "9 GiB" in runner.collect(step).failed[0][1]
 
 
 def test_masked_rows_wait_for_their_mask(model: Model) -> None:

@@ -85,9 +85,7 @@ class DeviceRunner:
                 step.drafts = self._copy_drafts(plan)
             self._run(step, shape, graph)
         except torch.OutOfMemoryError as error:
-            step.error, step.plain, step.sampled = f"out of memory: {error}"[:300], (), []
-            step.prompt, step.pooled, step.waiting = [], [], None
-            torch.cuda.empty_cache()
+            self._fail(step, error)
             self._machine.step.patch()  # the next step may be launched before this one's failure is known
         self._close(step)
         self._in_flight.append(step)
@@ -104,7 +102,10 @@ class DeviceRunner:
         staging = Staging()
         self._sampler.stage("masked", jobs, staging)
         staging.upload(self._device)
-        step.sampled.append(self._sampler.run("masked", jobs, logits, staging, masks))
+        try:
+            step.sampled.append(self._sampler.run("masked", jobs, logits, staging, masks))
+        except torch.OutOfMemoryError as error:
+            self._fail(step, error)
         self._close(step)
 
     def collect(self, step: Launched) -> StepResult:
@@ -142,6 +143,13 @@ class DeviceRunner:
         return self.memory_terms()
 
     # launching
+
+    @staticmethod
+    def _fail(step: Launched, error: torch.OutOfMemoryError) -> None:
+        """None of its rows gets anything."""
+        step.error, step.plain, step.sampled = f"out of memory: {error}"[:300], (), []
+        step.prompt, step.pooled, step.waiting = [], [], None
+        torch.cuda.empty_cache()
 
     def _open(self, plan: StepPlan) -> Launched:
         """Bring the host's mirror up to the plan and take a slot."""
