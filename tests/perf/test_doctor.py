@@ -72,7 +72,7 @@ def test_ours_ran_and_was_compared(found: Examination) -> None:
 
 def test_a_path_not_taken_is_a_finding_with_its_reason(found: Examination) -> None:
     assert any("No fast path in a slow model" in sentence for sentence in found.findings)
-    assert any("dropout" in sentence and "bfloat16" in sentence for sentence in found.findings)
+    assert not any("dropout" in sentence for sentence in found.findings), "nothing that is served has any"
     assert found.backends["steelyard-train"] is not None and "GPU" in found.backends["steelyard-train"]
 
 

@@ -121,13 +121,13 @@ def _inputs(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def _torch_choices(device: torch.device) -> list[TorchChoice]:
-    """Left to itself, over the properties that decide: dtype, head size, mask, dropout."""
+    """Left to itself, over the properties that decide in inference: dtype, head size, mask."""
     dtypes = (torch.bfloat16, torch.float32)
     choices = []
     for dtype in dtypes:
         for head_dim in (64, 128, 80, 100, 512):
-            for mask in ("causal", "none", "bool mask", "dropout"):
-                if head_dim != 128 and mask in ("none", "bool mask", "dropout"):
+            for mask in ("causal", "none", "bool mask"):
+                if head_dim != 128 and mask in ("none", "bool mask"):
                     continue
                 choices.append(_torch_choice(dtype, head_dim, mask, device))
     return choices
@@ -136,21 +136,20 @@ def _torch_choices(device: torch.device) -> list[TorchChoice]:
 def _torch_choice(dtype: torch.dtype, head_dim: int, mask: str, device: torch.device) -> TorchChoice:
     q = torch.randn(1, 2, 128, head_dim, device=device).to(dtype)
     seen = torch.ones(128, 128, dtype=torch.bool, device=device).tril() if mask == "bool mask" else None
-    options = {"is_causal": mask == "causal", "dropout_p": 0.1 if mask == "dropout" else 0.0}
 
     def call() -> object:
-        return scaled_dot_product_attention(q, q, q, attn_mask=seen, **options)  # type: ignore[arg-type]
+        return scaled_dot_product_attention(q, q, q, attn_mask=seen, is_causal=mask == "causal")
 
     path = path_of(kernels_of(call, device))
-    why = "" if path.name in ("torch flash", "cuDNN") else _why_no_flash(q, seen, options, device)
+    why = "" if path.name in ("torch flash", "cuDNN") else _why_no_flash(q, seen, mask == "causal", device)
     return TorchChoice(str(dtype).removeprefix("torch."), head_dim, mask, path.name, why)
 
 
-def _why_no_flash(q: Tensor, mask: Tensor | None, options: Mapping[str, Any], device: torch.device) -> str:
-    """torch's own reasons on CUDA, said as warnings; on a CPU there is one rule left to break."""
+def _why_no_flash(q: Tensor, mask: Tensor | None, is_causal: bool, device: torch.device) -> str:
+    """torch's own reasons on CUDA, said as warnings; on a CPU it gives none."""
     if device.type == "cpu":
-        return "dropout: torch's CPU flash kernel has none" if options["dropout_p"] else "not said by torch"
-    params = torch.backends.cuda.SDPAParams(q, q, q, mask, options["dropout_p"], options["is_causal"], False)
+        return "not said by torch"
+    params = torch.backends.cuda.SDPAParams(q, q, q, mask, 0.0, is_causal, False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.backends.cuda.can_use_flash_attention(params, debug=True)
