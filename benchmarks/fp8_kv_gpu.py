@@ -135,6 +135,8 @@ def checks() -> list[dict[str, object]]:
     sinks = torch.randn(32, device=DEVICE)
     shape = AttentionShape(32, 8, 128, 64, **sizes)
     found.append(check("window, cap, sinks", shape, AttnSpec(0.09, window=100, softcap=20.0, sinks=sinks)))
+    bounded = replace(shape, keep_first=5)
+    found.append(check("bounded", bounded, AttnSpec(0.09, window=100 if GPU else 18, keep_first=5)))
     return found
 
 

@@ -63,10 +63,10 @@ def record(**row: object) -> None:
     print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
-def attention_for(heads: Heads, windows: tuple[int | None, ...] = (None,), **options: bool) -> TritonAttention:
+def attention_for(heads: Heads, spec: AttnSpec | None = None, **options: bool) -> TritonAttention:
     shape = AttentionShape(
         heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.block_size, max_rows=1024, max_tokens=16384,
-        windows=windows, dtype=heads.dtype,
+        windows=(spec.window if spec else None,), keep_first=spec.keep_first if spec else 0, dtype=heads.dtype,
     )  # fmt: skip
     return TritonAttention(shape, torch.device("cuda"), **options)
 
@@ -87,7 +87,7 @@ def reference_rows(p: Paged, spec: AttnSpec) -> torch.Tensor:
 def check_one(name: str, heads: Heads, spec: AttnSpec, rows: list[tuple[int, int]], **options: bool) -> None:
     num_decode = sum(new == 1 for new, _ in rows)
     p = paged(rows, heads, num_decode)
-    attention = attention_for(heads, (spec.window,), **options)
+    attention = attention_for(heads, spec, **options)
     attention.prepare(p.batches[0])
 
     def run() -> torch.Tensor:
@@ -125,6 +125,8 @@ def checks_b() -> None:
     for heads in (Heads(9, 3, 64), Heads(32, 32, 80), Heads(14, 2, 96, 16), Heads(8, 4, 256), Heads(16, 8),
                   Heads(9, 3, 64, 16, torch.float32)):  # fmt: skip
         check_one(str(heads), heads, AttnSpec(heads.head_dim**-0.5), RAGGED)
+    for heads in (Heads(), Heads(block_size=16), Heads(9, 3, 64), Heads(9, 3, 64, 16, torch.float32)):
+        check_one(f"bounded, {heads}", heads, AttnSpec(heads.head_dim**-0.5, window=100, keep_first=5), RAGGED)
     check_one("not causal", Heads(), AttnSpec(0.09, causal=False), [(300, 300), (50, 700)])
 
 
