@@ -17,12 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests import tiny_model
 
 START_S = 120.0
 IDLE_S = 60.0
@@ -174,6 +177,30 @@ class Server:
         finally:
             timer.cancel()
         raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
+
+
+@contextmanager
+def scripted_servers(
+    folder: Path, step_ms: float, *common: str, key: str | None = None
+) -> Iterator[Callable[..., Server]]:
+    """Starts servers whose steps take so long and whose answers are one token 1900 times, with `common` flags and
+    those of each; every log is in `folder`, and all are stopped at the end."""
+    model = tiny_model.write(folder / "tiny")
+    script = folder / "script.json"
+    script.write_text(json.dumps({"eos_token_id": 2, "default": [40] * 1900, "step_ms": step_ms}))
+    started: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        log = folder / f"{len(started)}.log"
+        flags = ("--script", str(script), "--shutdown-timeout", "1", *common, *flags)
+        started.append(Server(model, flags, log, key))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for server in started:
+            server.stop()
 
 
 def open_request(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:

@@ -27,7 +27,7 @@ import pytest
 
 from steelyard.server import logs
 from tests import tiny_model
-from tests.cases.rig import Server, open_request, wait_for
+from tests.cases.rig import Server, open_request, scripted_servers, wait_for
 
 LONG = {"prompt": [5, 6], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 _CLIENT = """
@@ -49,20 +49,8 @@ while True:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """A scripted server whose steps take 10 ms, with these flags."""
-    folder = tmp_path_factory.mktemp("faults")
-    model = tiny_model.write(folder / "tiny")
-    script = folder / "script.json"
-    script.write_text(json.dumps({"eos_token_id": 2, "default": [40] * 1900, "step_ms": 10}))
-    started: list[Server] = []
-
-    def start_one(*flags: str) -> Server:
-        flags = ("--script", str(script), "--check-invariants", "--shutdown-timeout", "1", *flags)
-        started.append(Server(model, flags, folder / f"{len(started)}.log"))
-        return started[-1]
-
-    yield start_one
-    for server in started:
-        server.stop()
+    with scripted_servers(tmp_path_factory.mktemp("faults"), 10, "--check-invariants") as start_one:
+        yield start_one
 
 
 @pytest.fixture(scope="module")

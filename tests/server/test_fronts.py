@@ -23,8 +23,7 @@ import pytest
 from steelyard.server.metrics import Metrics
 from steelyard.server.siblings import Hub, Link
 from steelyard.server.tenants import hash_key
-from tests import tiny_model
-from tests.cases.rig import Server, wait_for
+from tests.cases.rig import Server, scripted_servers, wait_for
 
 OPERATOR = {"authorization": "Bearer sk-operator"}
 TENANT = {"authorization": "Bearer sk-acme"}
@@ -43,21 +42,9 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, tenants: Path) -> Iterator[Callable[..., Server]]:
     """A server of two front ends whose steps take 20 ms; its log is beside its model."""
-    folder = tmp_path_factory.mktemp("fronts")
-    model = tiny_model.write(folder / "tiny")
-    script = folder / "script.json"
-    script.write_text(json.dumps({"eos_token_id": 2, "default": [40] * 1900, "step_ms": 20}))
-    started: list[Server] = []
-
-    def start_one() -> Server:
-        keys = ["--tenants", str(tenants), "--api-key", "sk-operator"]
-        flags = ["--api-server-count", "2", "--script", str(script), "--shutdown-timeout", "1", *keys]
-        started.append(Server(model, flags, folder / f"{len(started)}.log", key="sk-operator"))
-        return started[-1]
-
-    yield start_one
-    for server in started:
-        server.stop()
+    flags = ("--api-server-count", "2", "--tenants", str(tenants), "--api-key", "sk-operator")
+    with scripted_servers(tmp_path_factory.mktemp("fronts"), 20, *flags, key="sk-operator") as start_one:
+        yield start_one
 
 
 @pytest.fixture(scope="module")
