@@ -57,7 +57,7 @@ def bench_words(url: str, *words: str) -> list[str]:
     return ["bench", "serve", "--base-url", url, "--no-selftest", *lengths, *words]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_had_ended_is_reported_and_saved(server: tuple[str, FakeEngine], processes: int, tmp_path: Path) -> None:
     url, engine = server
     engine.reset()

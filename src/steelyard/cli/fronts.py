@@ -94,7 +94,7 @@ class Fronts:
         if not self._stopping or exit_code != 0:
             self._exit_code = 1
             log.error("%s", why)
-        self._stopping = True
+        self._leave_sockets()
         asyncio.ensure_future(self._hub.tell("engine_died", [why, exit_code]))  # noqa: RUF006
         asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._signal, signal.SIGKILL)
 
@@ -133,8 +133,6 @@ class Fronts:
         self._usage.forget(index)
         if self._stopping:
             self._exit_code = self._exit_code or code
-            if self._config.uds is None:
-                self._sockets[index].close()  # new connections go to those that still drain
             return
         now_s = time.monotonic()
         self._deaths.append(now_s)
@@ -152,7 +150,8 @@ class Fronts:
 
     def _listens(self, index: int) -> None:
         self._listening.add(index)
-        if len(self._listening) == self._config.api_server_count and self._on_listening is not None:
+        all_listen = len(self._listening) == self._config.api_server_count
+        if all_listen and self._on_listening is not None and not self._stopping:
             self._on_listening()
             self._on_listening = None
 
@@ -166,8 +165,14 @@ class Fronts:
     def _stop(self) -> None:
         """A signal to end: the first drains, the second ends at once, as in a server of one process."""
         self.force_exit = self._stopping
-        self._stopping = True
+        self._leave_sockets()
         self._signal(signal.SIGTERM)
+
+    def _leave_sockets(self) -> None:
+        """Nobody is started again: each front end ends its own socket, and new connections go to those that drain."""
+        self._stopping = True
+        for sock in self._sockets:
+            sock.close()
 
     def _signal(self, signum: int) -> None:
         for process in self._running.values():

@@ -68,7 +68,7 @@ class Edge:
         except SteelyardError as error:
             self._service.metrics.rejections.add(1, error.code)
             try:
-                await _respond(send, error.status, [*extra, *error_headers(error)], error_body(error))
+                await _respond(send, error.status, [*extra, *self._last(), *error_headers(error)], error_body(error))
             finally:
                 if account is not None:
                     account.status, account.error = error.status, error.code
@@ -77,11 +77,15 @@ class Edge:
 
         async def send_with(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *extra]
+                message["headers"] = [*message.get("headers", ()), *extra, *self._last()]
             await send(message)
 
         app = self._endpoints.get(path) if scope["method"] == "POST" else None
         await (app or self._app)(scope, receive, send_with)
+
+    def _last(self) -> list[Header]:
+        """What ends the connection once the server drains: its next request would find nobody."""
+        return [(b"connection", b"close")] if self._service.draining else []
 
     def _account(self, scope: Scope, path: str) -> Account | None:
         """A request's account from its first moment, nobody's until its key is known; None for what is not weighed."""

@@ -9,6 +9,9 @@ import msgspec
 from steelyard.errors import InvalidRequest, NotFound, Overloaded, SteelyardError
 from steelyard.wire.messages import Refused
 
+RESTART_S = 5.0
+"""When to ask again a server that ends: what replaces it needs about so long to start."""
+
 
 class BodyTooLarge(InvalidRequest):
     """The request's body has more bytes than `--max-body-bytes` allows."""
@@ -68,11 +71,13 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
-class ShuttingDown(SteelyardError):
-    """The server finishes what runs and takes nothing new."""
+class ShuttingDown(Overloaded):
+    """The server finishes what runs and takes nothing new; one that takes its place needs some seconds to start."""
 
-    status = 503
     code = "shutting_down"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after_s=RESTART_S)
 
 
 def error_type(status: int) -> str:

@@ -1,11 +1,13 @@
 """Running the application: signals, the drain, and the engine's death. uvicorn does the HTTP.
 
     first signal   draining: /health 503, new requests 503, what runs goes on      }  exit 0
-    all answered, or --shutdown-timeout: what is left gets an error, then close    }
+    all answered, or --shutdown-timeout: what is left gets an error                }
+    last call      who is in the socket's queue gets 503, nobody new gets in; close   }
     second signal  close at once
     engine died    requests get an error, /health 503 for a moment, then close        exit 1
 
-The socket stays open while draining, so that a load balancer reads 503 and not a refused connection.
+The socket stays open while draining, so that a load balancer reads 503 and not a refused connection; answers end their
+connections then. A connection is answered, or refused where it connects: none is reset after it was made.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from steelyard.server.backlog import has_queued, turn_away
 from steelyard.server.connection import BoundedHttp, HeadLimits
 from steelyard.server.errors import ShuttingDown
 from steelyard.server.service import Service, log
 
 DEATH_NOTICE_S = 1.0
 """How long a server whose engine has died still answers, so that health checks and clients hear why."""
+LAST_CALL_S = 1.0
+"""How long a connection that was made may take to send its request before the socket is closed."""
 _TICK_S = 0.05
+_SHORT_S = 0.005
 _CLOSE_S = 2.0
 
 
@@ -89,6 +95,7 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
+        await self._last_call(sockets or [])
         await super().shutdown(sockets)
 
     @property
@@ -97,6 +104,21 @@ class DrainingServer(uvicorn.Server):
 
     def _stop(self) -> None:
         self.should_exit = True
+
+    async def _last_call(self, sockets: list[socket.socket]) -> None:
+        """Let nobody new in, and wait until the loop has accepted and answered who was."""
+        for sock in sockets:
+            turn_away(sock)
+        deadline_ns = self._service.clock_ns() + int(LAST_CALL_S * 1e9)
+        while not self.force_exit and self._service.clock_ns() < deadline_ns:
+            if not any(has_queued(sock) for sock in sockets) and not self._num_unanswered():
+                return
+            await asyncio.sleep(_SHORT_S)
+
+    def _num_unanswered(self) -> int:
+        """Connections whose first request is not there yet, or not answered."""
+        cycles = [getattr(connection, "cycle", None) for connection in self.server_state.connections]
+        return sum(cycle is None or not cycle.response_complete for cycle in cycles)
 
     async def _drain(self) -> None:
         service = self._service
