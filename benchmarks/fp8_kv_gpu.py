@@ -125,6 +125,23 @@ def check(name: str, shape: AttentionShape, spec: AttnSpec) -> dict[str, object]
     return {"item": "check", "case": name, "error": error, "same": same, "ok": error < LIMIT and same in (1, 20)}
 
 
+def far(shape: AttentionShape) -> dict[str, object]:
+    """The same blocks behind 2^31 bytes of others: the same bits."""
+    p, spec = problem(RAGGED, shape), AttnSpec(0.09)
+    first = 2**31 // p.fp8.k[0].numel() + 1 if GPU else 5
+
+    def moved(near: torch.Tensor) -> torch.Tensor:
+        pool = torch.zeros(first + near.shape[0], *near.shape[1:], dtype=torch.uint8, device=DEVICE)
+        pool[first:] = near.view(torch.uint8)
+        return pool.view(FP8)
+
+    table = p.batches[0].tables[0]
+    batch = replace(p.batches[0], tables=(torch.where(table > 0, table + first, table),))
+    moved_kv = replace(p.fp8, k=moved(p.fp8.k), v=moved(p.fp8.v))
+    outs = [attend(x, x.fp8, spec, True)(0) for x in (p, replace(p, fp8=moved_kv, batches=[batch]))]
+    return {"item": "check", "case": f"pool of {moved_kv.k.numel():,}", "ok": torch.equal(*outs)}
+
+
 def checks() -> list[dict[str, object]]:
     """Blocks, head sizes, groups, and the options of a layer."""
     sizes = {"max_rows": 64, "max_tokens": 1024}
@@ -135,6 +152,7 @@ def checks() -> list[dict[str, object]]:
     sinks = torch.randn(32, device=DEVICE)
     shape = AttentionShape(32, 8, 128, 64, **sizes)
     found.append(check("window, cap, sinks", shape, AttnSpec(0.09, window=100, softcap=20.0, sinks=sinks)))
+    found += [far(shape), far(AttentionShape(9, 3, 64, 16, **sizes))]
     bounded = replace(shape, keep_first=5)
     found.append(check("bounded", bounded, AttnSpec(0.09, window=100 if GPU else 18, keep_first=5)))
     return found
