@@ -15,12 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from steelyard.errors import Overloaded
+from steelyard.server import siblings
 from steelyard.server.metrics import Metrics
+from steelyard.server.response_store import ResponseStore
 from steelyard.server.siblings import Hub, Link
 from steelyard.server.tenants import hash_key
 from tests.cases.rig import Server, scripted_servers, wait_for
@@ -177,6 +181,43 @@ def test_a_kept_response_is_found_and_forgotten_by_every_front_end(server: Serve
         assert anew(server, "GET", f"/v1/responses/{first['id']}").status_code == 404
     assert anew(server, "DELETE", f"/v1/responses/{first['id']}", TENANT).status_code == 200
     assert [anew(server, "GET", f"/v1/responses/{first['id']}", TENANT).status_code for _ in range(6)] == [404] * 6
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_a_silent_front_end_may_keep_is_not_said_to_be_missing(
+    silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "ANSWER_S", 0.1)
+    path = str(tmp_path / "hub")
+    services: list[Any] = [SimpleNamespace(responses=ResponseStore(time.monotonic_ns)) for _ in range(2)]
+    services[1].responses.keep("acme", "resp_1", [], {"id": "resp_1"})
+
+    async def says_nothing(what: str, value: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def look() -> list[Any]:
+        hub = Hub(lambda index: None)
+        await hub.open(path)
+        links = [await siblings.join(path, i, service, print) for i, service in enumerate(services)]
+        if silent:
+            links.append(Link(*await asyncio.open_unix_connection(path), says_nothing))
+        running = [asyncio.ensure_future(link.run()) for link in links]
+        for index, link in enumerate(links):
+            await link.ask("listening", index)
+        try:
+            assert len(await services[0].ask_others("response", ["acme", "resp_1"])) == 1, "who has it has answered"
+            return list(await services[0].ask_others("response", ["acme", "resp_2"]))
+        finally:
+            for link in links:
+                link.close()
+            await asyncio.gather(*running)
+            hub.close()
+
+    if silent:
+        with pytest.raises(Overloaded, match="another front end"):
+            asyncio.run(look())
+    else:
+        assert asyncio.run(look()) == []
 
 
 def test_a_limit_is_that_of_all_and_a_killed_front_end_gives_back_what_it_held(server: Server) -> None:

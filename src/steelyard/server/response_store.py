@@ -56,8 +56,9 @@ class ResponseStore:
         kept = self._shelf(tenant).get(id)
         if kept is None:
             raise ResponseNotFound(
-                f"response {id[:80]!r} is not kept: answers stay for {TTL_S} s, at most the last {MAX_KEPT}, "
-                "and only if they were not sent with store false",
+                f"response {id[:80]!r} is not kept: answers stay in the memory of the process that gave them for "
+                f"{TTL_S} s, at most the last {MAX_KEPT}, and only if they were not sent with store false; "
+                "send the whole conversation as input",
                 param=param,
             )
         return kept

@@ -53,7 +53,8 @@ class Service:
     draining       True from the first signal to stop: what runs goes on, nothing new is taken
     num_in_flight  HTTP requests for tokens that have not been answered to the end
     usage          counts of what is served, shared with the other front ends if there are any
-    ask_others     what the other front ends answer to a question (see `siblings`); nothing where there are none
+    ask_others     what the other front ends answer to a question (see `siblings`); nothing where there are none;
+                   raises Overloaded where one that does not answer may have what is looked for
     """
 
     config: ServerConfig

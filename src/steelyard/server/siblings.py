@@ -4,7 +4,8 @@
                          hub --tell("engine_died")--> all
 
 A question is a word and a plain value; what each means is `answer` here and `Hub.answer` there. One that is not
-answered in time counts as not answered: a front end that hangs holds up no other.
+answered in time counts as not answered: a front end that hangs holds up no other. Where something is looked for,
+though, silence is no "no": what the silent one may have is not said to be missing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from steelyard.errors import Overloaded
 from steelyard.server.ledger import as_json, brief
 from steelyard.server.metrics import Metrics
 from steelyard.server.response_store import ResponseNotFound
@@ -25,6 +27,8 @@ from steelyard.server.service import Service
 ANSWER_S = 2.0
 SNAPSHOT_S = 1.0
 """How often the hub remembers what front ends have counted: so much at most is lost with one that dies."""
+_SEARCHES = frozenset({"request", "response", "forget_response"})
+"""Questions of which one front end at most has the answer."""
 _LENGTH_BYTES = 4
 _MAX_BYTES = 2**30
 
@@ -154,10 +158,16 @@ class Hub:
         if self._links.get(index) is link:
             del self._links[index]
 
-    async def answer(self, index: int, what: str, value: Any) -> list[Any]:
-        """What all front ends but `index` say; of what is counted, also what is remembered of those that are gone."""
+    async def answer(self, index: int, what: str, value: Any) -> list[Any] | None:
+        """What all front ends but `index` say; of what is counted, also what is remembered of those that are gone.
+
+        None: something was looked for, nobody who answered has it, and not all did.
+        """
         if what != "metrics":
-            return list((await self._gather(what, value, index)).values())
+            asked = self._links.keys() - {index}
+            found = list((await self._gather(what, value, index)).values())
+            missed = what in _SEARCHES and len(found) < len(asked) and not any(found)
+            return None if missed else found
         answers = await self._gather(what, None, index)
         self._counted |= {i: answer for i, answer in answers.items() if i in self._links}
         if index in self._links and value is not None:
@@ -190,7 +200,12 @@ async def join(path: str, index: int, service: Service, on_told: Callable[[str, 
             found = await link.ask(what, value)
         except OSError as error:
             _log.warning("the other front ends do not answer %s: %r", what, error)
-            return []
+            found = None
+        if found is None and what in _SEARCHES:
+            raise Overloaded(
+                "it may be kept by another front end of this server, which does not answer now: ask again",
+                retry_after_s=ANSWER_S,
+            )
         return [answer for answer in found or () if answer is not None]
 
     reader, writer = await asyncio.open_unix_connection(path)
