@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
-from steelyard.bench.export import _said
+from typing import Any
+
+from steelyard.bench.export import _said, window_lines
+from steelyard.cli.bench_page import page
+from tests.bench.rig import FakeServer
+from tests.bench.test_gates import report_of
+
+
+def window(seconds: float, rate: float, mean: float) -> dict[str, Any]:
+    stats = {"n": 9, "mean": mean, "p50": 1.0, "p95": 2.0, "p99": 3.0, "p99_quotable": False, "max": 4.0}
+    return {"seconds": seconds, "ok": 9, "scheduled": 9, "tpot_ms": stats, "request_rate": rate, "mean_in_flight": 2.0}
+
+
+def test_a_steady_part_shows_what_differs_from_the_whole_run_and_nothing_twice() -> None:
+    same = window_lines({"whole run": window(9, 5.0, 1.5), "steady": window(9, 5.0, 1.5)})
+    assert same[-3:] == ["## Steady: 9.0 s, 9 of 9 ok", "", "Every figure is the same as over the whole run."]
+    other = window_lines({"whole run": window(9, 5.0, 1.5), "steady": window(7, 6.0, 1.5)})
+    assert other[other.index("## Steady: 7.0 s, 9 of 9 ok") + 2 :] == [
+        *("| rate | value |", "| --- | --- |", "| requests/s | 6 |", ""),
+        "Every other figure is the same as over the whole run.",
+    ]
+    rows = [line for line in other if line.startswith(("| TPOT", "| requests/s"))]
+    assert len(rows) == len(set(rows)) == 3
+
+
+def test_the_page_has_the_windows_as_the_markdown_has_them() -> None:
+    report = report_of(FakeServer(prefill_s=0.1, gap_s=0.03))
+    windows = report["summary"]["windows"]
+    windows["steady"] = windows["whole run"]
+    shown = page([report])
+    assert shown.count("<td>TPOT, by request (ms)</td>") == 1 and "<th>p95</th>" in shown
+    assert shown.count("Every figure is the same as over the whole run.") == 1
 
 
 def test_a_table_of_facts_is_written_as_words() -> None:

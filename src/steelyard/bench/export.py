@@ -98,12 +98,7 @@ def to_markdown(report: Json) -> str:
     lines = [f"# {report['name'] or 'Measurement'}", "", f"**{verdict}**", "", "| gate | outcome | evidence |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {g['name']} | {g['outcome']} | {g['evidence']} |" for g in report["gates"]]
-    for name, window in summary["windows"].items():
-        lines += ["", f"## {name.capitalize()}: {window['seconds']:.1f} s, {window['ok']} of {window['scheduled']} ok"]
-        lines += ["", "| latency | n | mean | p50 | p95 | p99 | max |", "| --- | --- | --- | --- | --- | --- | --- |"]
-        lines += [_stat_row(title, stats) for title, path in ROWS if (stats := at(window, path)) is not None]
-        lines += ["", "| rate | value |", "| --- | --- |"]
-        lines += [f"| {title} | {window[key]:,.4g} |" for title, key in RATES if window.get(key) is not None]
+    lines += window_lines(summary["windows"])
     lines += ["", "p99 in brackets: too few requests to decide by it. Quantiles: " + summary["estimator"] + "."]
     if summary["failures"]:
         lines += ["", "## Failures", ""] + [f"* {n} {kind}" for kind, n in summary["failures"].items()]
@@ -112,6 +107,27 @@ def to_markdown(report: Json) -> str:
     lines += ["", "## What was run", ""]
     lines += [f"* {key}: {_said(value)}" for key, value in _facts(report).items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def window_lines(windows: Json) -> list[str]:
+    """A Markdown section a window: the first whole, of the others what differs from it."""
+    lines: list[str] = []
+    shown: set[str] = set()
+    for name, window in windows.items():
+        lines += ["", f"## {name.capitalize()}: {window['seconds']:.1f} s, {window['ok']} of {window['scheduled']} ok"]
+        stats = [_stat_row(title, found) for title, path in ROWS if (found := at(window, path)) is not None]
+        rates = [f"| {title} | {window[key]:,.4g} |" for title, key in RATES if window.get(key) is not None]
+        num_rows = len(stats) + len(rates)
+        stats, rates = ([row for row in rows if row not in shown] for rows in (stats, rates))
+        if stats:
+            lines += ["", "| latency | n | mean | p50 | p95 | p99 | max |", "|" + " --- |" * 7, *stats]
+        if rates:
+            lines += ["", "| rate | value |", "| --- | --- |", *rates]
+        if len(stats) + len(rates) < num_rows:
+            which = "Every other figure" if stats or rates else "Every figure"
+            lines += ["", f"{which} is the same as over the {next(iter(windows))}."]
+        shown = shown or {*stats, *rates}
+    return lines
 
 
 def _said(value: Any) -> str:

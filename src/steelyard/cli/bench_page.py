@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from steelyard.bench.export import RATES, ROWS, at, compare_markdown, server_lines
+from steelyard.bench.export import ROWS, at, compare_markdown, server_lines, window_lines
 from steelyard.cli.bench_plots import against_floor, trade_off, where_time_went
 from steelyard.cli.plan_svg import Axis, Plot
 
@@ -159,30 +159,15 @@ def key(names: Sequence[str]) -> str:
 
 
 def _tables(report: Json) -> str:
-    parts = []
-    for name, window in report["summary"]["windows"].items():
-        head = f"{report['name']}: " if report["name"] else ""
-        ok = f"{window['ok']} of {window['scheduled']} ok"
-        parts.append(f"<h2>{html.escape(head)}{name}, {window['seconds']:.1f} s, {ok}</h2>")
-        rows = [_stat_cells(title, stats) for title, path in ROWS if (stats := at(window, path)) is not None]
-        heads = "".join(f"<th>{h}</th>" for h in ("", "n", "mean", "p50", "p95", "p99", "max"))
-        parts.append(f'<div class="table"><table><tr>{heads}</tr>{"".join(rows)}</table></div>')
-        rates = [
-            f"<tr><td>{title}</td><td>{window[k]:,.4g}</td></tr>" for title, k in RATES if window.get(k) is not None
-        ]
-        parts.append(f'<div class="table"><table>{"".join(rates)}</table></div>')
-    parts.append(blocks_of("\n".join(server_lines(report["summary"].get("server")))))
+    head = f"{report['name']}: figures" if report["name"] else "Figures"
+    summary = report["summary"]
+    lines = [*window_lines(summary["windows"]), *server_lines(summary.get("server"))]
+    parts = [f"<h2>{html.escape(head)}</h2>", blocks_of("\n".join(lines))]
     parts.append("<h2>What was run, on what</h2>")
     shown = {k: report.get(k) for k in ("command", "request", "workload", "arrivals", "environment", "server_facts")}
     rows = [f'<tr><td>{k}</td><td class="text">{html.escape(str(v))}</td></tr>' for k, v in shown.items() if v]
     parts.append(f'<div class="table"><table>{"".join(rows)}</table></div>')
     return "".join(parts)
-
-
-def _stat_cells(title: str, stats: Json) -> str:
-    p99 = f"{stats['p99']:,.2f}" if stats["p99_quotable"] else f"({stats['p99']:,.2f})"
-    values = [f"{stats['n']:,}", *(f"{stats[k]:,.2f}" for k in ("mean", "p50", "p95")), p99, f"{stats['max']:,.2f}"]
-    return f"<tr><td>{html.escape(title)}</td>" + "".join(f"<td>{v}</td>" for v in values) + "</tr>"
 
 
 def blocks_of(markdown: str) -> str:
@@ -206,12 +191,14 @@ def blocks_of(markdown: str) -> str:
 def table_of(markdown: str) -> str:
     """A Markdown table as HTML; other lines become paragraphs."""
     rows, texts = [], []
-    for line in markdown.splitlines():
+    lines = markdown.splitlines()
+    for line, after in zip(lines, [*lines[1:], ""]):
         if line.startswith("| ---"):
             continue
         if line.startswith("|"):
+            kind = "th" if after.startswith("| ---") else "td"
             cells = line.strip("|").split("|")
-            rows.append("<tr>" + "".join(f"<td>{html.escape(c.strip())}</td>" for c in cells) + "</tr>")
+            rows.append("<tr>" + "".join(f"<{kind}>{html.escape(c.strip())}</{kind}>" for c in cells) + "</tr>")
         elif line:
             texts.append(f"<p>{html.escape(line)}</p>")
     return f'<div class="table"><table>{"".join(rows)}</table></div>{"".join(texts)}'
