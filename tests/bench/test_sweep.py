@@ -7,7 +7,9 @@ import random
 
 import pytest
 
+from steelyard.bench.ablate_text import relative
 from steelyard.bench.repeats import paired, repeats
+from steelyard.bench.stats import mean_interval
 from steelyard.bench.sweep import Point, rates_between, search_capacity
 from steelyard.errors import InvalidRequest
 
@@ -23,9 +25,23 @@ def test_pairs_see_through_a_drift_that_hides_the_difference() -> None:
     drift = [100.0, 130.0, 90.0, 150.0]
     a, b = drift, [x + 5 + e for x, e in zip(drift, (0.1, -0.1, 0.2, -0.2))]
     found = paired(a, b)
-    assert found.decided and found.difference.mean == pytest.approx(5.0)
+    assert found.decided and found.relative.mean == pytest.approx(0.0440, abs=1e-3)
     assert not repeats(a).stable
     assert not paired([1.0, 2.0], [2.0, 1.0]).decided
+
+
+def test_no_interval_of_a_relative_difference_lies_below_minus_100_percent() -> None:
+    """A fall to a few percent, as of time to first token with a cache, in runs that scatter widely."""
+    a, b = [1000.0, 400.0, 2500.0], [20.0, 90.0, 10.0]
+    found = paired(a, b).relative
+    assert -1.0 < found.low < found.mean < found.high
+    assert mean_interval([(y - x) / x for x, y in zip(a, b)]).low < -1.0, "the case is one where a difference's would"
+    back = paired(b, a).relative
+    assert (1 + back.low) * (1 + found.high) == pytest.approx(1.0), "B over A is the inverse of A over B"
+    one = paired([3.0], [6.0]).relative
+    assert one.mean == one.low == one.high == pytest.approx(1.0) and one.n == 1
+    assert paired([1.0, 1e-300], [1.0, 1e300]).relative.low >= -1.0
+    assert relative(paired(b, b)) == "+0.0% (+0.0% to +0.0%)"
 
 
 def search(capacity: float, start: float, n: int = 200) -> tuple[float, float | None, int]:

@@ -105,7 +105,7 @@ def compare(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Comparison:
     metrics, values = {}, {}
     for title, path in METRICS.items():
         pairs = [(at_path(x, path), at_path(y, path)) for x, y in zip(a, b)]
-        known = [(x, y) for x, y in pairs if x is not None and y is not None]
+        known = [(x, y) for x, y in pairs if x and y]  # a figure of 0 is of a run in which nothing ended
         if known:
             left, right = [x for x, _ in known], [y for _, y in known]
             metrics[title], values[title] = paired(left, right), (tuple(left), tuple(right))

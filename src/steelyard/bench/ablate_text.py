@@ -9,6 +9,7 @@ from typing import Any
 
 from steelyard.bench.ablate import Comparison, at_path, spent
 from steelyard.bench.arms import ArmSet
+from steelyard.bench.repeats import Paired
 
 Json = dict[str, Any]
 COLUMNS = {
@@ -63,8 +64,7 @@ def _comparison(c: Comparison) -> list[str]:
     lines = ["", "| metric | A | B | difference | decided |", "| --- | --- | --- | --- | --- |"]
     for title, p in c.metrics.items():
         a, b = (fmean(v) for v in c.values[title])
-        d = p.difference
-        shown = f"{p.relative:+.1%} ({d.low:+.4g} to {d.high:+.4g})"
+        shown = relative(p)
         lines.append(f"| {title} | {a:.4g} | {b:.4g} | {shown} | {'yes' if p.decided else 'no'} |")
     lines += ["", _prediction(c)]
     if c.attribution:
@@ -78,12 +78,18 @@ def _comparison(c: Comparison) -> list[str]:
     return lines + [f"* Not to be quoted as it is: {why}." for why in c.void]
 
 
+def relative(found: Paired) -> str:
+    """The change from A to B with its interval, none of them below -100 %."""
+    change = found.relative
+    return f"{change.mean:+.1%} ({change.low:+.1%} to {change.high:+.1%})"
+
+
 def _prediction(c: Comparison) -> str:
     e = c.expected
     if e is None:
         return "Predicted: nothing; plan has no term for this, or no model and device were named."
     seen = c.metrics.get(e.of)
-    observed = "not measured" if seen is None else f"{1.0 + seen.relative:.3g}"
+    observed = "not measured" if seen is None else f"{1.0 + seen.relative.mean:.3g}"
     return f"Predicted: {e.of}, B over A, {e.ratio:.3g} ({e.formula}); observed {observed}."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -9,6 +10,7 @@ from statistics import median
 from steelyard.bench.stats import Interval, coefficient_of_variation, mean_interval
 
 STABLE_CV = 0.05
+_MAX_LOG = 700.0  # of a double
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +40,18 @@ def repeats(values: Sequence[float]) -> Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """B against A over pairs that ran side by side with the same seed: the mean difference and its t interval."""
+    """B against A over pairs that ran side by side with the same seed. `relative`: the change, 0.1 for a tenth more."""
 
-    difference: Interval
-    relative: float
+    relative: Interval
     decided: bool
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """The drift of a machine is in both members of a pair, so it leaves the difference. Decided: 0 is outside."""
+    """The t interval of the logarithm of B over A, taken back: the drift of a machine is in both members of a pair and
+    leaves their ratio, and no bound lies below -1, as one of a difference may. Decided: 0 is outside. All are above 0.
+    """
     assert len(a) == len(b) and a, "pairs need both members"
-    found = mean_interval([y - x for x, y in zip(a, b)])
-    base = sum(a) / len(a)
-    outside = found.n > 1 and not found.low <= 0.0 <= found.high
-    return Paired(found, found.mean / base if base else 0.0, outside)
+    assert min(*a, *b) > 0.0, "a ratio needs figures above 0"
+    found = mean_interval([math.log(y) - math.log(x) for x, y in zip(a, b)])
+    mean, low, high = (math.expm1(min(value, _MAX_LOG)) for value in (found.mean, found.low, found.high))
+    return Paired(Interval(mean, low, high, found.n), found.n > 1 and not low <= 0.0 <= high)
