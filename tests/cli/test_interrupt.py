@@ -87,6 +87,19 @@ def test_a_warm_up_that_is_stopped_measures_nothing(server: tuple[str, FakeEngin
     assert (done.out, done.last) == ("", "steelyard bench: stopped")
 
 
+@pytest.mark.slow
+def test_clients_that_have_not_begun_are_stopped_too(server: tuple[str, FakeEngine]) -> None:
+    url, engine = server
+    engine.reset()
+
+    def have_children(process: subprocess.Popen[str]) -> None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        served.wait_for(lambda: len(children.read_text().split()) >= 3, "three children")  # one is a tracker
+
+    done = interrupted(bench_words(url, "--warmup", "0", "--client-processes", "2"), have_children)
+    assert (done.out, done.last) == ("", "steelyard bench: stopped")
+
+
 def test_quality_says_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -152,16 +152,19 @@ async def _send_there(pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> Sent:
     with deaf_to_interrupts():
         parts = [loop.run_in_executor(pool, _run_job, job) for job in jobs]
     try:
-        await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(parts)
     except asyncio.CancelledError:
         stopped = True
         for child in multiprocessing.active_children():
             child.terminate()
         await asyncio.wait(parts)
-        if any(part.exception() for part in parts):  # ended before it had begun
-            raise
+    found = await asyncio.gather(*parts, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):  # one that was stopped may not have begun
+            raise asyncio.CancelledError if stopped else error
+    if stopped:
         _take_back_cancel()
-    return replace(merge([_decode(part.result()) for part in parts]), stopped=stopped)
+    return replace(merge([_decode(part) for part in found if isinstance(part, bytes)]), stopped=stopped)
 
 
 @contextmanager
