@@ -89,19 +89,21 @@ def test_v_with_a_nan_is_written_as_zero() -> None:
     assert layer.v[1, 0, 0, 5] == 0 and not layer.v.isnan().any() and layer.v[1, 0, 0, 6] == packed[0, 3 * 64 + 6]
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(50, 192), (64, 576), (24, 4096)])
-def test_gemv_with_norm_bias_and_residual(n: int, k: int) -> None:
+def test_gemv_with_whatever_is_around_it(
+    n: int, k: int, activation: str | None, norm: bool, bias: bool, residual: bool
+) -> None:
     torch.manual_seed(n)
-    x, weight, norm, bias, residual = randn(1, k), randn(n, k), randn(k), randn(n), randn(1, n)
-    out = residual.clone()
-    gemv(x, weight, out, Fused(norm=(norm, 1e-6), bias=bias, residual=True))
-    normed = reference.rms_norm(x.double(), norm.double(), 1e-6)
-    assert max_error(out, normed @ weight.double().T + bias.double() + residual.double()) < 1e-5
-
-
-@pytest.mark.parametrize("n", [30, 64])
-def test_gemv_gates_two_halves(n: int) -> None:
-    torch.manual_seed(n)
-    x, weight = randn(1, 512), randn(2 * n, 512) * 0.1
-    out = gemv(x, weight, poisoned(1, n), Fused(activation="silu"))
-    assert max_error(out, reference.gated(x.double() @ weight.double().T, "silu")) < 1e-5
+    x, weight, scale = randn(1, k), randn(n * (2 if activation else 1), k) * 0.1, randn(k)
+    offset, stream = randn(len(weight)), randn(1, n)
+    expected = reference.rms_norm(x.double(), scale.double(), 1e-6) if norm else x.double()
+    expected = expected @ weight.double().T + (offset.double() if bias else 0)
+    if activation:
+        expected = reference.gated(expected, activation)
+    around = Fused((scale, 1e-6) if norm else None, offset if bias else None, activation, residual)
+    out = gemv(x, weight, stream.clone() if residual else poisoned(1, n), around)
+    assert max_error(out, expected + (stream.double() if residual else 0)) < 1e-5

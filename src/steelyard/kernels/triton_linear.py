@@ -37,8 +37,8 @@ def row_linear(X, Norm, W, Bias, Y, eps, N, K: tl.constexpr, BN: tl.constexpr, B
                EARLY_SIGNAL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token: y = w @ f(x), grid (ceil(N / BN)), the whole of K in one tile so that every load is in flight.
 
-    NORM: f is an RMSNorm with weight Norm; its scale is applied to the sums. ACT >= 0: w has 2 N rows, gates then
-    ups, and y = act(gate) * up. RESIDUAL: added to what Y holds. EARLY_SIGNAL: the successor may start at once (many
+    NORM: f is an RMSNorm with weight Norm; its scale is applied to the sums. ACT >= 0: w (and Bias) has 2 N rows, gates
+    then ups, and y = act(gate) * up. RESIDUAL: added to what Y holds. EARLY_SIGNAL: the successor may start at once (many
     waves of programs), else only after this program's weight loads are issued (one wave).
     """
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -61,10 +61,13 @@ def row_linear(X, Norm, W, Bias, Y, eps, N, K: tl.constexpr, BN: tl.constexpr, B
         scale = tl.math.rsqrt(tl.sum(x * x, 0) / K + eps)
         x = x * weight
     y = tl.sum(w.to(tl.float32) * x[None, :], 1) * scale
-    if ACT >= 0:
-        y = activate(y, ACT) * (tl.sum(u.to(tl.float32) * x[None, :], 1) * scale)
     if BIAS:
         y += tl.load(Bias + n, mask=n < N, other=0.0).to(tl.float32)
+    if ACT >= 0:
+        up = tl.sum(u.to(tl.float32) * x[None, :], 1) * scale
+        if BIAS:
+            up += tl.load(Bias + N + n, mask=n < N, other=0.0).to(tl.float32)
+        y = activate(y, ACT) * up
     if RESIDUAL:
         y += tl.load(Y + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(Y + n, y.to(Y.dtype.element_ty), mask=n < N)
