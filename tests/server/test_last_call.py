@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from steelyard.server.backlog import has_queued, turn_away
+from tests import tiny_model
 from tests.cases.rig import Server, open_request, scripted_servers, wait_for
+from tests.server.test_serve import start_serve
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 31\r\n\r\n"
 BODY = b'{"prompt": [5], "max_tokens":1}'
@@ -51,8 +56,8 @@ def once(address: int | str) -> str:
     return data[9:12].decode() or "closed"
 
 
-def outcomes(server: Server, address: int | str) -> Counter[str]:
-    """SIGTERM to a server that a stream keeps busy, while eight clients knock until they are refused."""
+def outcomes(process: subprocess.Popen[Any], address: int | str) -> Counter[str]:
+    """SIGTERM to a server while eight clients knock until they are refused."""
     seen: list[str] = []
 
     def knock() -> None:
@@ -65,10 +70,10 @@ def outcomes(server: Server, address: int | str) -> Counter[str]:
     for thread in threads:
         thread.start()
     wait_for(lambda: seen.count("200") > 20, 60, lambda: f"{Counter(seen)}")
-    server.process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join(60)
-    assert server.process.wait(60) == 0
+    assert process.wait(60) == 0
     return Counter(seen)
 
 
@@ -77,9 +82,26 @@ def test_nobody_is_reset_by_a_shutdown(start: Callable[..., Server], fronts: int
     server = start("--api-server-count", str(fronts))
     held = open_request(server, LONG)
     assert held.recv(15) == b"HTTP/1.1 200 OK"
-    seen = outcomes(server, server.port)
+    seen = outcomes(server.process, server.port)
     assert seen.keys() == {"200", "503", "refused"}, seen
     assert seen["refused"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_nobody_is_reset_on_a_unix_socket(fronts: str, tmp_path: Path) -> None:
+    path, script = str(tmp_path / "s"), tmp_path / "script.json"
+    script.write_text(json.dumps({"eos_token_id": 2, "default": [40] * 1900}))
+    flags = ["--script", str(script), "--uds", path, "--api-server-count", fronts, "--max-num-queued-reqs", "9999"]
+    process, text = start_serve(tiny_model.write(tmp_path / "tiny"), *flags)
+    try:
+        assert path in text
+        seen = outcomes(process, path)
+        assert seen.keys() <= {"200", "503", "refused"} and seen["refused"] == 8
+        assert not Path(path).exists()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_what_waits_in_the_queue_is_answered_too(start: Callable[..., Server]) -> None:
