@@ -71,6 +71,8 @@ class TritonAttention:
         self._pdl = pdl
         self._gluon = use_gluon and gluon_prefill.supports(shape, device)
         self._prefill = prefill_config(shape)
+        # Inline assembly, which the interpreter has not; there V is read as it is.
+        self._paired = shape.is_fp8 and shape.dtype.itemsize == 2 and device.type != "cpu"
         self._windows = tuple(dict.fromkeys(shape.windows))
         self._spread = -(-shape.target_programs // shape.num_kv_heads)
         self._pools: dict[tuple[int, int, str], Pool] = {}
@@ -151,15 +153,16 @@ class TritonAttention:
         pdl = self._pdl and not merge_last
         common = self._heads(lse, pdl)
         decode_split[(shape.num_kv_heads, items)](
-            q, kv.k, kv.v, *scales_or(kv, q), out, out if lse is None else lse, self._part_out, self._part_lse,
-            self._done, q if spec.sinks is None else spec.sinks, table, self._items[which * items * ITEM_FIELDS :],
+            q, kv.k, kv.v.view(torch.int16) if self._paired else kv.v, *scales_or(kv, q), out,
+            out if lse is None else lse, self._part_out, self._part_lse, self._done,
+            q if spec.sinks is None else spec.sinks, table, self._items[which * items * ITEM_FIELDS :],
             self._counts[which * COUNT_FIELDS :], spec.scale, spec.softcap or 1.0, q.stride(0), out.stride(0),
             table.stride(0), kv.k.stride(0), **common, GP=max(16, power_of_two(shape.group)),
             GB=power_of_two(shape.group),
             BN=config.tile, BLOCK=kv.block_size, CARRY=config.carry, STAGES=config.stages, WINDOW=spec.window or 0,
             SOFTCAP=spec.softcap is not None, SINKS=spec.sinks is not None, MERGE_LAST=merge_last, PB=8,
-            SCALED=shape.is_fp8, KEEP=shape.keep_first if spec.window else 0, num_warps=config.warps,
-            **register_cap(config), **early(pdl),
+            SCALED=shape.is_fp8, PAIRED=self._paired, KEEP=shape.keep_first if spec.window else 0,
+            num_warps=config.warps, **register_cap(config), **early(pdl),
         )  # fmt: skip
         if not merge_last:
             decode_merge[(rows, shape.num_heads)](

@@ -78,19 +78,38 @@ def _key(j, out, KEEP: tl.constexpr, BN: tl.constexpr):
     return j
 
 
+@triton.jit
+def _two_of(pairs):
+    """float16 tiles of the even and of the odd dimensions of e4m3 numbers, held in twos as int16.
+
+    A matrix operand is transposed on its way out of shared memory in units of 16 bits: single bytes would be fetched
+    one by one, 64 loads a thread and tile with conflicts, and bound the kernel. The byte shuffle is the same in both.
+    """
+    even = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, 0x3120; mov.b32 {lo, hi}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, lo; }", "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    odd = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, 0x3120; mov.b32 {lo, hi}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, hi; }", "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    return even, odd
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sinks, Table, Items, Count, scale, cap,
                  q_stride, out_stride, table_stride, block_stride, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                  DP: tl.constexpr, GP: tl.constexpr, GB: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
                  CARRY: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr, MERGE_LAST: tl.constexpr, PB: tl.constexpr,
-                 SCALED: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 SCALED: tl.constexpr, PAIRED: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (HK, items). Q, Out [T, H, D] rows q_stride, out_stride apart; K, V [blocks, HK, BLOCK, D] pools.
 
     CARRY loads block ids one tile ahead; without it the pipeline keeps a single K/V buffer, which lets five programs
     share a multiprocessor where they would not fit otherwise. WINDOW 0: none; else the first tile may reach before
     the row's window and is masked; KEEP: the first keys, which are seen too and read first. SCALED: K and V are fp8,
-    KScale and VScale float32 [HK]. PartOut float32 [items, H, D], PartLse float32 [items, H] in base 2.
+    KScale and VScale float32 [HK]; PAIRED: V is the same pool as int16 [blocks, HK, BLOCK, D / 2]. PartOut float32
+    [items, H, D], PartLse float32 [items, H] in base 2.
     """
     G: tl.constexpr = H // HK
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -115,7 +134,10 @@ def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sink
         sink = tl.load(Sinks + head, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
         m = tl.where(item == first, sink, m)  # the sink is a key of the row's first part, with value 0
         den = tl.where(item == first, 1.0, den)
-    acc = tl.zeros([GP, DP], tl.float32)
+    VP: tl.constexpr = DP // 2 if PAIRED else DP
+    acc = tl.zeros([GP, VP], tl.float32)
+    odd = acc
+    dv = tl.arange(0, VP)
     table = Table + row.to(tl.int64) * table_stride
     out = 0
     if KEEP > 0:
@@ -127,23 +149,32 @@ def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sink
             ids = block_ids(table, _key(j, out, KEEP, BN), last, n, BLOCK, BN)
         key = _key(j, out, KEEP, BN)
         off = kv_offsets(ids, key, n, kv_head, block_stride, BLOCK, D, BN)
+        off_v = off
+        if PAIRED:
+            off_v = kv_offsets(ids, key, n, kv_head, block_stride // 2, BLOCK, D // 2, BN)
         seen = j + n < hi
         if DP == D:
             k = tl.load(K + off[None, :] + d[:, None])
-            v = tl.load(V + off[:, None] + d[None, :])
+            v = tl.load(V + off_v[:, None] + dv[None, :])
         else:
             k = tl.load(K + off[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-            v = tl.load(V + off[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+            v = tl.load(V + off_v[:, None] + dv[None, :], mask=(dv < D * VP // DP)[None, :], other=0 if PAIRED else 0.0)
         if SCALED:
-            k, v = k.to(q.dtype), v.to(q.dtype)
+            k = k.to(q.dtype)
         if WINDOW > 0:
             seen = seen & ((key + n >= ctx - WINDOW) | (key + n < KEEP))
         s = logits_log2(tl.dot(q, k, input_precision="ieee"), scale, cap, SOFTCAP)
         s = tl.where(seen[None, :], s, -float("inf"))
         p, m, den, alpha = online_softmax(s, m, den)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        p = p.to(q.dtype if SCALED else v.dtype)
+        if PAIRED:
+            v, v_odd = _two_of(v)
+            odd = tl.dot(p, v_odd, odd * alpha[:, None])
+        acc = tl.dot(p, v.to(p.dtype), acc * alpha[:, None], input_precision="ieee")
         if CARRY:
             ids = block_ids(table, _key(j + BN, out, KEEP, BN), last, n, BLOCK, BN)
+    if PAIRED:
+        acc = tl.interleave(acc, odd)
     acc = normalised(acc, den)
     if SCALED:
         acc *= tl.load(VScale + kv_head)

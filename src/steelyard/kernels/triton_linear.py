@@ -38,8 +38,8 @@ def row_linear(X, Norm, W, Bias, Y, eps, N, K: tl.constexpr, BN: tl.constexpr, B
     """One token: y = w @ f(x), grid (ceil(N / BN)), the whole of K in one tile so that every load is in flight.
 
     NORM: f is an RMSNorm with weight Norm; its scale is applied to the sums. ACT >= 0: w (and Bias) has 2 N rows, gates
-    then ups, and y = act(gate) * up. RESIDUAL: added to what Y holds. EARLY_SIGNAL: the successor may start at once (many
-    waves of programs), else only after this program's weight loads are issued (one wave).
+    then ups, and y = act(gate) * up. RESIDUAL: added to what Y holds. EARLY_SIGNAL: the successor may start at once
+    (many waves of programs), else only after this program's weight loads are issued (one wave).
     """
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     ok = k < K
