@@ -15,7 +15,7 @@ from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.ceilings import Ceiling
 from steelyard.perf.doctor import Examination, examine
 from steelyard.perf.environment import architecture, environment, why_not_importable
-from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of, without_markers
+from steelyard.perf.profile_kernels import KernelTime, is_no_marker, kernels_of, path_of, standard_error
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -114,8 +114,29 @@ def test_a_library_that_is_missing_or_breaks_gives_its_reason(
 
 
 def test_the_profilers_own_words_are_dropped_and_no_others(capfd: pytest.CaptureFixture[str]) -> None:
-    with without_markers():
+    with standard_error(is_no_marker):
         os.write(2, b"USDT:2026 profiler_start\nan error of somebody\n")
         print("and of Python", file=sys.__stderr__)
     kernels_of(lambda: torch.ones(2) + 1, torch.device("cpu"))
     assert capfd.readouterr().err == "an error of somebody\nand of Python\n"
+
+
+def test_torch_says_why_in_a_warning_or_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with standard_error(lambda line: "keep" in line) as lines:
+        os.write(2, b"[W1130 02:34:16.2 sdp_utils_cpp.h:91] Warning: Expected bfloat16. Got float (function check)\n")
+        os.write(2, b"keep this\n")
+    assert capfd.readouterr().err == "keep this\n" and len(lines) == 2
+    said = [
+        *lines[:1],
+        "Flash attention kernel not used because: (Triggered internally at x)",
+        "Expected bfloat16. Got float",
+    ]
+    assert doctor._reasons(said) == "Expected bfloat16. Got float"
+    assert doctor._reasons([]) == "not said by torch"
+
+
+def test_choices_of_one_reason_are_one_finding() -> None:
+    found = facts()
+    found.choices = [doctor.TorchChoice("float32", dim, "causal", "torch memory-efficient", "no") for dim in (64, 80)]
+    [finding] = doctor._findings(found)
+    assert finding == "torch takes 'torch memory-efficient' for float32, head size 64 causal, head size 80 causal: no."

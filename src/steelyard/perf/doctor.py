@@ -6,8 +6,9 @@ machine, and a path was taken if the profiler saw its kernels.
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from steelyard.perf.attention_backends import NAMES, Unsupported, prepare
 from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.environment import environment, why_not_importable
 from steelyard.perf.kernel_bench import Row, run_bench
-from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of
+from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of, standard_error
 
 LIBRARIES = ("triton", "flashinfer", "flash_attn")
 OURS = "steelyard"
@@ -146,16 +147,22 @@ def _torch_choice(dtype: torch.dtype, head_dim: int, mask: str, device: torch.de
 
 
 def _why_no_flash(q: Tensor, mask: Tensor | None, is_causal: bool, device: torch.device) -> str:
-    """torch's own reasons on CUDA, said as warnings; on a CPU it gives none."""
+    """torch's own reasons on CUDA, said as warnings, by C++ itself where no Python is in between; on a CPU none."""
     if device.type == "cpu":
         return "not said by torch"
     params = torch.backends.cuda.SDPAParams(q, q, q, mask, 0.0, is_causal, False)
-    with warnings.catch_warnings(record=True) as said:
+    with standard_error(lambda line: False) as lines, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.backends.cuda.can_use_flash_attention(params, debug=True)
-    reasons = [str(w.message).split(" (Triggered")[0].strip() for w in said]
-    reasons = [r for r in reasons if "reasons" not in r.lower() and "not used because" not in r.lower()]
-    return "; ".join(reasons) or "not said by torch"
+    return _reasons([*(str(w.message) for w in said), *lines])
+
+
+def _reasons(warned: Sequence[str]) -> str:
+    """Sentences of torch's warnings, without where in torch they stand."""
+    found = [re.sub(r"^\[W.*?\] Warning: ", "", text).split(" (function ")[0] for text in warned]
+    found = [text.split(" (Triggered")[0].strip().rstrip(".") for text in found]
+    wanted = [t for t in found if t and "reasons" not in t.lower() and "not used because" not in t.lower()]
+    return "; ".join(dict.fromkeys(wanted)) or "not said by torch"
 
 
 def _findings(found: Examination) -> list[str]:
@@ -171,8 +178,12 @@ def _findings(found: Examination) -> list[str]:
             notes.append(f"Steelyard's attention failed on {row.case}: {row.note}.")
         elif row.backend == OURS and row.speedup is not None and row.speedup < 1:
             notes.append(f"Steelyard's attention is slower than naive on {row.case}: {row.speedup:.2f}x.")
-    missing = [c for c in found.choices if c.why]
-    notes += [f"torch takes '{c.path}' for {c.dtype}, head size {c.head_dim}, {c.mask}: {c.why}" for c in missing]
+    missing: dict[tuple[str, str, str], list[str]] = {}
+    for c in found.choices:
+        if c.why:
+            missing.setdefault((c.path, c.dtype, c.why), []).append(f"head size {c.head_dim} {c.mask}")
+    for (path, dtype, why), kinds in missing.items():
+        notes.append(f"torch takes '{path}' for {dtype}, {', '.join(kinds)}: {why}.")
     return notes or ["Every path examined was a fast one."]
 
 

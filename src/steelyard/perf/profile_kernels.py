@@ -50,25 +50,30 @@ class Path:
 
 
 @contextmanager
-def without_markers() -> Iterator[None]:
-    """What torch's profiler writes to standard error whenever it starts and stops is dropped; all else is written.
+def standard_error(is_passed_on: Callable[[str], bool]) -> Iterator[list[str]]:
+    """What is written to standard error meanwhile, known when it ends; only lines that are passed on reach it.
 
-    It is written by C++, so the file descriptor is exchanged and not `sys.stderr`.
+    C++ writes there itself, so the file descriptor is exchanged and not `sys.stderr`.
     """
+    lines: list[str] = []
     sys.stderr.flush()
     kept = os.dup(STDERR)
     with tempfile.TemporaryFile() as seen:
         os.dup2(seen.fileno(), STDERR)
         try:
-            yield
+            yield lines
         finally:
             sys.stderr.flush()
             os.dup2(kept, STDERR)
             os.close(kept)
             seen.seek(0)
-            for line in seen:
-                if not line.startswith(b"USDT:"):
-                    os.write(STDERR, line)
+            lines += seen.read().decode(errors="replace").splitlines(keepends=True)
+            os.write(STDERR, "".join(filter(is_passed_on, lines)).encode())
+
+
+def is_no_marker(line: str) -> bool:
+    """torch's profiler writes a marker whenever it starts and stops, and what its events are good for."""
+    return not line.startswith("USDT:") and "Profiler clears events" not in line and line.strip() != "_warn_once("
 
 
 def kernels_of(call: Callable[[], object], device: torch.device, warm_up: int = 1) -> list[KernelTime]:
@@ -79,7 +84,7 @@ def kernels_of(call: Callable[[], object], device: torch.device, warm_up: int = 
     if device.type == "cuda":
         torch.cuda.synchronize()
         activities.append(ProfilerActivity.CUDA)
-    with without_markers(), profile(activities=activities) as seen:
+    with standard_error(is_no_marker), profile(activities=activities) as seen:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from steelyard.perf.profile_kernels import without_markers
+from steelyard.perf.profile_kernels import is_no_marker, standard_error
 
 Call = Callable[[], object]
 GRAPH_MS = 20.0
@@ -66,7 +66,7 @@ def extra_bytes(call: Call, device: torch.device) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with without_markers(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with standard_error(is_no_marker), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     live = most = 0
     for event in sorted(seen.events(), key=lambda e: e.time_range.start):
