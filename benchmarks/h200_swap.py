@@ -161,6 +161,16 @@ def predicted(runner: Runner, place: Path, tokens: int, recompute_ms: float) -> 
     }
 
 
+def first_difference(a: dict[str, list[int]], b: dict[str, list[int]]) -> int | None:
+    """The earliest output position at which two runs part; None: they do not.
+
+    What is computed again goes through the prefill kernel, which rounds otherwise than decode: in bfloat16 random
+    weights part at the first near-tie after the return. tests/equality/test_gpu.py holds tokens in float32.
+    """
+    parted = [i for name in a for i, (x, y) in enumerate(zip(a[name], b[name], strict=True)) if x != y]
+    return min(parted, default=None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("out", type=Path)
@@ -178,13 +188,13 @@ def main() -> int:
         runner = start(place, args, block_size)
         run(runner, args.tokens, swaps=True)  # the first of everything is slow
         swapped, again = ([run(runner, args.tokens, way) for _ in range(args.runs)] for way in (True, False))
-        same = [s.ids == a.ids for s, a in zip(swapped, again)]
+        first = [first_difference(s.ids, a.ids) for s, a in zip(swapped, again)]
         out_ms, in_ms = (statistics.median(getattr(r, n) for r in swapped) for n in ("out_ms", "in_ms"))
         recompute_ms = statistics.median(r.recompute_ms for r in again)
         report = {
             "model": args.model, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "tokens": args.tokens, "blocks": swapped[0].num_blocks, "runs": args.runs,
-            "same_tokens": f"{sum(same)} of {len(same)}",
+            "dtype": args.dtype, "first_different_token": first,
             "host_gb_per_s": runner.caps.host_bandwidth / 1e9,
             "swap_out_ms": out_ms, "swap_in_ms": in_ms, "recompute_ms": recompute_ms,
             "factor": recompute_ms / max(out_ms + in_ms, 1e-6),
