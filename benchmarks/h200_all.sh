@@ -55,7 +55,7 @@ served() {
 
 table() {
     tail_lines=60
-    timed table python3 benchmarks/h200.py "$out" --parts qwen3-0.6b,llama3-8b --runs 3 --host --commit "$commit"
+    timed table python3 benchmarks/h200.py "$out" --parts llama3-8b,qwen3-0.6b --runs 3 --host --commit "$commit"
 }
 
 peers() {
