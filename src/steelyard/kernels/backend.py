@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from steelyard.kernels.attention import Attention, KvLayer
+from steelyard.kernels.attention import Attention, AttnSpec, Batch, KvLayer
 from steelyard.kernels.sampling import Controls
 
 Weight: TypeAlias = Any
@@ -78,6 +78,38 @@ class Fusions(Protocol):
 
         matrices: gate_up [E, 2 F, K], down [E, K, F], and the activation of gates.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """A plain layer: norm, attention, addition, norm, gated products, addition; without biases or norms of heads.
+
+    norms are float32 [hidden]; heads (Hq, Hkv, D)
+    """
+
+    before_attn: Tensor
+    qkv: Weight
+    out: Weight
+    before_mlp: Tensor
+    gate_up: Weight
+    down: Weight
+    eps: float
+    heads: tuple[int, int, int]
+    activation: str
+    spec: AttnSpec
+
+
+WholeLayer: TypeAlias = Callable[[Tensor, KvLayer, Batch, Tensor], bool]
+"""(stream [T, hidden], kv, batch, cos_sin): the stream has gone through the layer, in place; or False, it has not."""
+
+
+@runtime_checkable
+class WholeLayers(Protocol):
+    """Fusions that have some steps of a whole layer as one operator besides."""
+
+    def layer(self, parts: LayerParts) -> WholeLayer | None:
+        """The operator for a layer; None if there is none for it."""
         ...
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from steelyard.kernels import cpu_fused, cpu_linear
 from steelyard.kernels.attention import Attention
 from steelyard.kernels.backend import Fusions, Stored
+from steelyard.kernels.cpu_attention import CpuAttention
 from steelyard.kernels.cpu_kv import KvWriter
+from steelyard.kernels.cpu_layer import LayerFusions
 from steelyard.kernels.sampling import Controls, choose
 from steelyard.kernels.select import make_attention
 
@@ -25,6 +27,8 @@ class CpuBackend:
         writer = KvWriter()
         self.attention: Attention = make_attention(attention, writer)
         self.fusions: Fusions | None = cpu_fused.CpuFusions(writer)
+        if isinstance(self.attention, CpuAttention):
+            self.fusions = LayerFusions(self.attention, writer)
 
     def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
         """float32 beside narrow weights: the stream is what every layer's rounding would add up in."""

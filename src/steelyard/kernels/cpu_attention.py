@@ -2,7 +2,7 @@
 
     decode rows    q [R, Hkv, G, D]      grouped heads folded into the query length
     prefill rows   q [R, Hq, Q, D]       one call a row, or padded together where rows are alike
-    keys           whole blocks gathered by table: [R, Hkv, blocks * block_size, D] in one copy
+    keys, values   whole blocks gathered by table: [R, Hkv, blocks * block_size, D] each, in one copy
 
 Which rows go together, which blocks they read and what is masked is worked out once a step and shared by all layers
 of a KV group.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from steelyard.kernels import cpu_products
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
-from steelyard.kernels.cpu_kv import KvWriter, as_runs
+from steelyard.kernels.cpu_kv import KvWriter, Runs
 
 PADDING = 2  # rows are attended together while padding at most doubles what they read
 SMALL = 64  # prefills longer than this fill a call by themselves; keys fewer than this are not worth a call
@@ -33,6 +34,7 @@ class Bundle:
     first    the slice's first packed token
     q_len    int64 [R]
     is_fresh one row whose keys are exactly its new tokens
+    shortest, longest  of ctx_len, on the host
     """
 
     rows: Tensor
@@ -42,24 +44,26 @@ class Bundle:
     q_len: Tensor
     ctx_len: Tensor
     is_fresh: bool
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.numel()
+    num_rows: int
+    shortest: int
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a bundle reads in one KV group: flat block indexes [R * Hkv * blocks], and what of it is visible.
+    """What a bundle reads in one KV group: flat block indexes [2 * R * Hkv * blocks], and what of it is visible.
 
+    index      rows of Runs.blocks of one pool for both; the first half are those of K's or V's own
     visible    bool [R, 1, num_q, keys], or what is added to scores for torch's own attention: 0 or -inf; None: all
     is_causal  nothing but the causal mask of as many queries as keys
+    are_few    so few, of one query a row, that they are attended in float32 on one thread
     """
 
     index: Tensor
     num_keys: int
     visible: Tensor | None
     is_causal: bool = False
+    are_few: bool = False
 
 
 class CpuAttention:
@@ -68,14 +72,19 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, writer: KvWriter | None = None) -> None:
-        """`writer`: shared with whoever else writes keys and values of the same step."""
+        """`writer`: shared with whoever else writes keys and values of the same step.
+
+        `shared` is for whoever arranges the same step for other operators: forgotten with it.
+        """
         self._writer = writer or KvWriter()
         self._bundles: list[Bundle] = []
         self._keys: dict[tuple[int, int, int | None, bool, bool], Keys] = {}
+        self.shared: dict[tuple[int, int | None, int], Any] = {}
 
     def prepare(self, batch: Batch) -> None:
         """Bundle the rows: decodes and prefills apart, each with rows of like length."""
         self._keys.clear()
+        self.shared.clear()
         self._writer.forget()
         starts, lengths = batch.q_start.tolist(), batch.ctx_len.tolist()
         counts = [last - first for first, last in pairwise(starts)]
@@ -92,15 +101,27 @@ class CpuAttention:
     ) -> Tensor | None:
         """See Attention.forward."""
         if k is not None and v is not None:
-            self._writer.write(k, v, kv, batch.slots[spec.group])
+            self._writer.write(torch.cat([k, v], dim=1), kv, batch.slots[spec.group])
         lse = torch.empty(q.shape[:2], dtype=torch.float32) if spec.want_lse else None
+        runs, is_plain = self._writer.runs(kv), _is_plain(spec)
         for number, bundle in enumerate(self._bundles):
-            place = (number, spec.group, spec.window, spec.causal, _is_plain(spec))  # keep_first is the window's
-            if place not in self._keys:
-                dtype = _computed_in(q, kv)
-                self._keys[place] = _visible_keys(bundle, kv, batch.tables[spec.group], spec, dtype)
-            _attend(bundle, self._keys[place], q, kv, spec, out, lse)
+            place = (number, spec.group, spec.window, spec.causal, is_plain)  # keep_first is the window's
+            keys = self._keys.get(place)
+            if keys is None:
+                keys = _visible_keys(bundle, kv, batch.tables[spec.group], spec, _computed_in(q, kv))
+                self._keys[place] = keys
+            if keys.are_few:
+                _attend_few(bundle, keys, q, runs, spec.scale, out)
+            else:
+                _attend(bundle, keys, q, runs, spec, (out, lse))
         return lse
+
+    def keys_of_one(self, kv: KvLayer, batch: Batch, spec: AttnSpec) -> Keys | None:
+        """What the step's one token reads; None if there are more, or so many keys that it is no small matter."""
+        if len(self._bundles) != 1 or batch.num_tokens != 1 or batch.num_decode != 1:
+            return None
+        keys = _visible_keys(self._bundles[0], kv, batch.tables[spec.group], spec, torch.float32)
+        return keys if keys.are_few else None
 
 
 def _split_alike(rows: list[int], counts: list[int], lengths: list[int]) -> list[list[int]]:
@@ -134,6 +155,9 @@ def _bundle(rows: list[int], starts: list[int], counts: list[int], lengths: list
         q_len=q_len,
         ctx_len=torch.tensor([lengths[r] for r in rows]),
         is_fresh=len(rows) == 1 and counts[rows[0]] == lengths[rows[0]],
+        num_rows=len(rows),
+        shortest=min(lengths[r] for r in rows),
+        longest=max(lengths[r] for r in rows),
     )
 
 
@@ -143,6 +167,9 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
     A mask that is added is of `dtype`.
     """
     size = kv.block_size
+    if bundle.num_q == 1 and bundle.longest == bundle.shortest and spec.window is None:
+        physical = table.index_select(0, bundle.rows)[:, : -(-bundle.longest // size)].long()
+        return Keys(_index(physical, kv), bundle.longest, None, are_few=_are_few(bundle, kv, spec, bundle.longest))
     first_q = bundle.ctx_len - bundle.q_len
     lowest = torch.zeros_like(first_q) if spec.window is None else (first_q - spec.window + 1).clamp(min=0)
     kept = 0 if spec.window is None else -(-spec.keep_first // size)
@@ -150,7 +177,7 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
     held = max(int((bundle.ctx_len - first_block * size).max()), 0)
     block = first_block[:, None] + torch.arange(-(-held // size))
     block = torch.cat([torch.arange(kept).expand(bundle.num_rows, -1), block], 1)
-    num_keys = min(kept * size + held, int(bundle.ctx_len.max()))
+    num_keys = min(kept * size + held, bundle.longest)
     physical = table[bundle.rows].gather(1, block.clamp(max=table.shape[1] - 1)).long()
     # Beyond a row's end its table may still name blocks of a former row; the null block is always readable.
     physical = torch.where(block * size < bundle.ctx_len[:, None], physical, 0)
@@ -160,29 +187,42 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
     visible = key_at <= query_at if spec.causal else key_at < bundle.ctx_len[:, None, None]
     if spec.window is not None:
         visible = visible & ((key_at > query_at - spec.window) | (key_at < spec.keep_first))
-    runs_per_block = kv.k.stride(0) // (size * kv.k.shape[3])
-    index = (physical[:, None, :] * runs_per_block + torch.arange(kv.k.shape[1])[:, None]).flatten()
+    index, are_few = _index(physical, kv), _are_few(bundle, kv, spec, num_keys)
     if bool(visible.all()):
-        return Keys(index, num_keys, None)
+        return Keys(index, num_keys, None, are_few=are_few)
     if not _is_plain(spec):
         return Keys(index, num_keys, visible[:, None])
     if bundle.is_fresh and spec.causal and (spec.window is None or bundle.num_q <= spec.window):
         return Keys(index, num_keys, None, is_causal=True)
+    if are_few:
+        dtype = torch.promote_types(dtype, torch.float32)
     added = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return Keys(index, num_keys, added[:, None])
+    return Keys(index, num_keys, added[:, None], are_few=are_few)
+
+
+def _index(physical: Tensor, kv: KvLayer) -> Tensor:
+    """Keys.index of blocks int64 [R, blocks]."""
+    runs_per_block = kv.k.stride(0) // (kv.block_size * kv.k.shape[3])
+    head = torch.arange(2 * kv.k.shape[1]).view(2, 1, -1, 1)
+    return (physical[:, None, :] * runs_per_block + head).flatten()
+
+
+def _are_few(bundle: Bundle, kv: KvLayer, spec: AttnSpec, num_keys: int) -> bool:
+    is_simple = bundle.num_q == 1 and bundle.tokens is None and kv.k_scale is None and _is_plain(spec)
+    return is_simple and cpu_products.are_few(bundle.num_rows, num_keys)
 
 
 def _attend(
-    bundle: Bundle, keys: Keys, q: Tensor, kv: KvLayer, spec: AttnSpec, out: Tensor, lse: Tensor | None
+    bundle: Bundle, keys: Keys, q: Tensor, runs: Runs, spec: AttnSpec, results: tuple[Tensor, Tensor | None]
 ) -> None:
-    num_rows, num_q, num_heads = bundle.num_rows, bundle.num_q, q.shape[1]
-    if bundle.tokens is None:
-        queries = q[bundle.first : bundle.first + num_rows * num_q]
-    else:
-        queries = q[bundle.tokens]
+    num_rows, num_q, num_heads, kv = bundle.num_rows, bundle.num_q, q.shape[1], runs.kv
+    out, lse = results
+    tokens = bundle.tokens
+    queries = q.narrow(0, bundle.first, num_rows * num_q) if tokens is None else q[tokens]
+    gathered = _gather(runs, keys, num_rows)
     dtype = _computed_in(q, kv)
     queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2).to(dtype)
-    k, v = (_gather(pool, keys, num_rows, kv.block_size).to(dtype) for pool in (kv.k, kv.v))
+    k, v = gathered.to(dtype).narrow(3, 0, keys.num_keys).unbind(0)
     if kv.k_scale is not None:
         queries = queries * _per_query_head(kv.k_scale, num_heads, dtype)
     found, found_lse = _attend_dense(queries, k, v, keys, spec)
@@ -190,15 +230,25 @@ def _attend(
         found = found * _per_query_head(kv.v_scale, num_heads, dtype)
     packed = found.transpose(1, 2).reshape(num_rows * num_q, num_heads, -1)
     # Padding repeats a row's last query, so it is written twice with equal values.
-    tokens = bundle.tokens
     if tokens is None:
-        out[bundle.first : bundle.first + num_rows * num_q] = packed
+        out.narrow(0, bundle.first, num_rows * num_q).copy_(packed)
     else:
         out.index_copy_(0, tokens, packed.to(out.dtype))
     if lse is not None:
         packed_lse = found_lse.transpose(1, 2).reshape(num_rows * num_q, num_heads)
         at = torch.arange(bundle.first, bundle.first + num_rows * num_q) if tokens is None else tokens
         lse.index_copy_(0, at, packed_lse)
+
+
+def _attend_few(bundle: Bundle, keys: Keys, q: Tensor, runs: Runs, scale: float, out: Tensor) -> None:
+    """The same for rows of one query that `Keys.are_few` of."""
+    num_rows, first = bundle.num_rows, bundle.first
+    if num_rows < out.shape[0]:
+        q, out = q.narrow(0, first, num_rows), out.narrow(0, first, num_rows)
+    with cpu_products.OneThread():
+        gathered = _gather(runs, keys, num_rows)
+        found = cpu_products.attend_few(q, gathered, keys.num_keys, scale, keys.visible)
+    out.view(found.shape).copy_(found)
 
 
 def _computed_in(q: Tensor, kv: KvLayer) -> torch.dtype:
@@ -211,11 +261,15 @@ def _per_query_head(scale: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor
     return scale.repeat_interleave(num_heads // scale.numel()).to(dtype)[:, None, None]
 
 
-def _gather(pool: Tensor, keys: Keys, num_rows: int, block_size: int) -> Tensor:
-    """[R, Hkv, num_keys, D]: one copy, whole (block, head) runs at a time."""
-    num_kv_heads, dim = pool.shape[1], pool.shape[3]
-    runs = as_runs(pool, block_size * dim).index_select(0, keys.index)
-    return runs.view(num_rows, num_kv_heads, -1, dim)[:, :, : keys.num_keys]
+def _gather(runs: Runs, keys: Keys, num_rows: int) -> Tensor:
+    """Keys and values, [2, R, Hkv, blocks * block_size, D]: whole (block, head) runs at a time."""
+    _, num_kv_heads, _, dim = runs.kv.k.shape
+    if len(runs.blocks) == 1:
+        found = runs.blocks[0].index_select(0, keys.index)
+    else:
+        index = keys.index[: keys.index.numel() // 2]
+        found = torch.cat([blocks.index_select(0, index) for blocks in runs.blocks])
+    return found.view(2, num_rows, num_kv_heads, -1, dim)
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ again; sums inside a norm, a product and a rotation are float32. Under float32 w
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,12 +19,27 @@ from steelyard.kernels.attention import KvLayer
 from steelyard.kernels.cpu_kv import KvWriter
 
 
+@cache
+def zero() -> Tensor:
+    """float32 [], for operators that add to something."""
+    return torch.zeros(())
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """norm(x [..., N]) in `dtype`; see Backend.rms_norm."""
+    if x.numel() == x.shape[-1] and x.dtype == weight.dtype == torch.float32 and eps > 0:
+        return cpu_linear.cast(norm_of_one(x, weight, eps), dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = size.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).to(dtype)
+
+
+def norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same for a single float32 row [1, N]: its size is a number of the host."""
+    flat = x.view(-1)
+    mean_square: float = torch.dot(flat, flat).item() / flat.shape[0]
+    return torch.addcmul(zero(), x, weight, value=(mean_square + eps) ** -0.5)
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
@@ -75,13 +92,13 @@ class CpuFusions:
         """See Fusions.turn_and_write."""
         num_q, num_kv, dim = heads
         packed = qkv.view(qkv.shape[0], -1, dim)
-        turned = packed[:, : num_q + num_kv]
+        turned = packed.narrow(1, 0, num_q + num_kv)
         if norm is not None:
             q_weight, k_weight, eps = norm
             packed[:, :num_q] = rms_norm(packed[:, :num_q], q_weight, eps, qkv.dtype)
             packed[:, num_q : num_q + num_kv] = rms_norm(packed[:, num_q : num_q + num_kv], k_weight, eps, qkv.dtype)
         self._turn(turned, cos_sin)
-        self._writer.write(packed[:, num_q : num_q + num_kv], packed[:, num_q + num_kv :], kv, slots)
+        self._writer.write(packed.narrow(1, num_q, 2 * num_kv), kv, slots)
 
     def _turn(self, x: Tensor, cos_sin: Tensor) -> None:
         """Rotate x [T, H, D] in place: x * (cos, cos) + (second half, first half) * (-sin, sin)."""

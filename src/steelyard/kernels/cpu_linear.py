@@ -15,9 +15,9 @@ Kinds with other groups (Q6_K) become int8 with one scale a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -128,24 +128,46 @@ def dtype_of(weight: Weight) -> torch.dtype:
     return weight.dtype if isinstance(weight, Tensor) else weight.dense.dtype
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype) by what is called fastest: at one row the call costs more than the copy."""
+    if x.dtype is dtype:
+        return x
+    if dtype is torch.float32:
+        return x.float()
+    return x.bfloat16() if dtype is torch.bfloat16 else x.to(dtype)
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype; see Backend.linear."""
-    return product(x, weight, bias).to(x.dtype)
+    return cast(product(x, weight, bias), x.dtype)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K] -> [T, N] in the weight's dtype."""
-    narrow = x.to(dtype_of(weight))
+    narrow = cast(x, dtype_of(weight))
     if isinstance(weight, Tensor):
         return functional.linear(narrow, weight, bias)
-    if weight.packed is None or weight.scales is None or x.shape[0] > FEW_ROWS:
+    if weight.packed is None or x.size(0) > FEW_ROWS:
         return _dense_product(narrow, weight.dense, bias)
-    if weight.form == "int8":
-        found = torch._weight_int8pack_mm(narrow, weight.packed, weight.scales)
-    else:
-        given = narrow if weight.form == "int4" else torch.cat([narrow, narrow], dim=1)
-        found = torch._weight_int4pack_mm_for_cpu(given, weight.packed, GROUP, weight.scales)
+    multiply, rest = operator_for_few(weight)
+    found: Tensor = multiply(narrow, *rest)
     return found if bias is None else found.add_(bias)
+
+
+def operator_for_few(weight: Weight) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """(operator, its arguments after x): the product of up to FEW_ROWS rows in the weight's dtype, without a bias."""
+    if isinstance(weight, Tensor):
+        return functional.linear, (weight,)
+    if weight.packed is None or weight.scales is None:
+        return _dense_product, (weight.dense, None)
+    if weight.form == "int8":
+        return torch._weight_int8pack_mm, (weight.packed, weight.scales)
+    multiply = torch._weight_int4pack_mm_for_cpu if weight.form == "int4" else _product_of_halves
+    return multiply, (weight.packed, GROUP, weight.scales)
+
+
+def _product_of_halves(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+    return torch._weight_int4pack_mm_for_cpu(torch.cat([x, x], dim=1), packed, group, scales)
 
 
 def _dense_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

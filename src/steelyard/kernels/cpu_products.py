@@ -16,12 +16,46 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from steelyard.kernels.cpu_linear import cast
 
 QUERIES = 128
 """Queries of a head in one block: its scores stay in a core's cache up to some thousand keys."""
 PROFILED_AS = "steelyard::attention_products"
 FEW = 512
-"""Scores of a head, over all rows, below which calls cost more than what they save."""
+"""Scores of a head, over all rows, below which what counts is the number of calls and of meetings of threads."""
+
+
+class OneThread:
+    """While it is open, operators run on the calling thread: for work that is smaller than waking the others."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def are_few(num_rows: int, num_keys: int) -> bool:
+    """Whether rows of one query each have so few keys that `attend_few` is the fastest way."""
+    return num_rows * num_keys < FEW
+
+
+def attend_few(q: Tensor, keys_values: Tensor, num_keys: int, scale: float, added: Tensor | None) -> Tensor:
+    """One query a row: q [R, Hq, D], keys and values [2, R, Hkv, K, D] of which `num_keys` count.
+
+    Returns [R, Hkv, Hq / Hkv, D]. In float32 (float64 of such keys) throughout, which takes fewer calls than products
+    of bfloat16. Heads that share keys are the queries of one. added: [R, 1, 1, num_keys] as in `attend`.
+    """
+    wide = torch.promote_types(keys_values.dtype, torch.float32)
+    _, num_rows, num_kv_heads, _, dim = keys_values.shape
+    k, v = cast(keys_values, wide).narrow(3, 0, num_keys).unbind(0)
+    queries = cast(q, wide).reshape(num_rows, num_kv_heads, -1, dim)
+    return scaled_dot_product_attention(queries, k, v, added, scale=scale)
 
 
 def are_faster(q: Tensor, num_keys: int) -> bool:

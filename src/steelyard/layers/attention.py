@@ -82,7 +82,7 @@ class SelfAttention:
         if fusions is not None and cos_sin is not None and shape.qk_norm != "full":
             sizes = (num_q, shape.num_kv_heads, shape.head_dim)
             fusions.turn_and_write(qkv, sizes, cos_sin, self._norms, kv, batch.attn.slots[shape.group])
-            q = heads[:, :num_q]
+            q = heads.narrow(1, 0, num_q)
         else:
             rotated = heads[:, :num_qk] if self.q_norm is None else self._normed(heads, num_q, num_qk)
             if cos_sin is not None:

@@ -19,6 +19,7 @@ from steelyard.layers.linear import Linear, Place, Stored, Target
 from steelyard.layers.mlp import GatedMlp, MixtureOfExperts
 from steelyard.layers.norm import RmsNorm
 from steelyard.layers.rotary import rotary_table
+from steelyard.layers.whole import WholeLayer, whole_layer
 from steelyard.models.config import DecoderConfig
 
 
@@ -28,7 +29,20 @@ class DecoderLayer:
     The stream travels as (branch, residual): the sum is taken by the next norm, in one operator.
     """
 
-    __slots__ = ("after_attn", "after_mlp", "attention", "before_attn", "before_mlp", "config", "mlp", "rope", "scale")
+    __slots__ = (
+        "_is_plain",
+        "_whole",
+        "_widest",
+        "after_attn",
+        "after_mlp",
+        "attention",
+        "before_attn",
+        "before_mlp",
+        "config",
+        "mlp",
+        "rope",
+        "scale",
+    )
 
     def __init__(self, place: Place, config: DecoderConfig, index: int) -> None:
         layer = config.layers[index]
@@ -66,10 +80,22 @@ class DecoderLayer:
             for name in (names.before_attn, names.after_attn, names.before_mlp, names.after_mlp)
         )
 
+        self._is_plain = (
+            isinstance(self.mlp, GatedMlp)
+            and self.scale == 1.0
+            and not (names.after_attn or names.after_mlp)
+            and bool(names.before_attn and names.before_mlp)
+        )
+        self._whole: WholeLayer | None = None
+        self._widest = max(layer.inner_size, layer.num_heads * layer.head_dim, config.hidden_size)
+
     def __call__(
         self, branch: Tensor | None, residual: Tensor, batch: StepBatch, cos_sin: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         """(branch or None, residual) [T, hidden] in, the same out; the stream's value is their sum."""
+        whole, kv = self._whole, batch.kv[self.attention.shape.index]
+        if branch is None and whole and cos_sin is not None and whole(residual, kv, batch.attn, cos_sin):
+            return None, residual
         if branch is None and self._is_fused(residual):
             assert self.before_attn is not None and self.before_mlp is not None and isinstance(self.mlp, GatedMlp)
             self.attention.add_to(residual, self.before_attn, batch, cos_sin)
@@ -82,13 +108,14 @@ class DecoderLayer:
 
     def _is_fused(self, stream: Tensor) -> bool:
         """Whether each product takes norm, activation and residual with it: few tokens, and a plain layer."""
-        fusions, norms = self.attention.backend.fusions, self.config.norms
-        if fusions is None or not isinstance(self.mlp, GatedMlp) or self.scale != 1.0:
-            return False
-        if norms.after_attn or norms.after_mlp or not norms.before_attn or not norms.before_mlp:
-            return False
-        widest = max(self.mlp.down.weight.shape[1], self.attention.out.weight.shape[1], stream.shape[1])
-        return fusions.takes(stream.shape[0], widest)
+        fusions = self.attention.backend.fusions
+        return fusions is not None and self._is_plain and fusions.takes(stream.shape[0], self._widest)
+
+    def fuse(self) -> None:
+        """After packing: let the backend have the whole layer as one operator, if it has one."""
+        if self._is_plain:
+            assert isinstance(self.mlp, GatedMlp) and self.before_attn is not None and self.before_mlp is not None
+            self._whole = whole_layer(self.attention, self.mlp, (self.before_attn, self.before_mlp))
 
     def _leave(self, norm: RmsNorm | None, branch: Tensor) -> Tensor:
         if norm is not None:
@@ -174,6 +201,8 @@ class Decoder:
         for product in self._products():
             of_product = parts.get(product.weight.untyped_storage().data_ptr(), {})
             product.pack([of_product[first] for first in sorted(of_product)])
+        for layer in self.layers:
+            layer.fuse()
 
     def _products(self) -> list[Linear | Head]:
         products: list[Linear | Head] = [self.head]

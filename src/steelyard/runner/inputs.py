@@ -57,9 +57,13 @@ def expand(layout: Layout, staging: Staging, rows: Rows, kv: tuple[KvLayer, ...]
     device, num_tokens = rows.device, layout.num_tokens
     row, start = staging["work_rows"].long(), staging["work_starts"].long()
     counts, q_start = staging["work_counts"], staging["work_q_start"]
-    owner = torch.repeat_interleave(torch.arange(row.numel(), device=device), counts.long(), output_size=num_tokens)
-    positions = torch.arange(num_tokens, device=device) - (q_start[:-1].long() - start)[owner]
-    token_row = row[owner]
+    if layout.max_q == 1 and layout.num_decode == row.numel():
+        positions, token_row = start, row
+    else:
+        at = torch.arange(row.numel(), device=device)
+        owner = torch.repeat_interleave(at, counts.long(), output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=device) - (q_start[:-1].long() - start)[owner]
+        token_row = row[owner]
     block_size = kv[0].block_size
     block, offset = positions // block_size, positions % block_size
     slots = tuple(table[token_row, block].long() * block_size + offset for table in rows.tables)

@@ -68,10 +68,12 @@ class Sampler:
         positions = np.array([j.position for j in jobs], np.int64)
         staging.add(f"{name}.rows", np.array([j.row for j in jobs], np.int32))
         staging.add(f"{name}.positions", positions.astype(np.int32))
-        staging.add(f"{name}.u", uniform_words(seeds, positions).view(np.int32))
-        for kind, wanted in _groups(jobs).items():
+        groups = _groups(jobs)
+        for kind, wanted in groups.items():
             if wanted:
                 staging.add(f"{name}.{kind}", np.array(wanted, np.int32))
+        if groups["random"]:
+            staging.add(f"{name}.u", uniform_words(seeds, positions).view(np.int32))
         at, values = self._biases(jobs)
         if at:
             staging.add(f"{name}.bias_at", np.array(at, np.int32))

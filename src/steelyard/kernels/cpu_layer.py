@@ -1,0 +1,135 @@
+"""A decoder layer for a step of one token on a CPU, as one straight run of calls. No other step, and no other layer.
+
+A token's products take microseconds each, and so does every call around them: a layer that asks nobody anything saves
+a quarter of a token's time. What calls need is worked out once, for the layer or for all layers of a step. The same
+layer out of cpu_fused.py and cpu_attention.py is what it is held to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steelyard.kernels.attention import Batch, KvLayer
+from steelyard.kernels.backend import LayerParts
+from steelyard.kernels.cpu_attention import CpuAttention, Keys
+from steelyard.kernels.cpu_fused import CpuFusions, gated, norm_of_one
+from steelyard.kernels.cpu_kv import KvWriter, Runs
+from steelyard.kernels.cpu_linear import dtype_of, operator_for_few
+from steelyard.kernels.cpu_products import OneThread, attend_few
+
+NARROW = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
+"""A product's dtype -> what casts to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What all layers of a KV group and rotation share in a step of one token.
+
+    rotation  [1, D, D]
+    at        rows of Runs.tokens that it is written to
+    keys      what it attends to; None: more than `attend_few` is for, or not the plain way
+    """
+
+    rotation: Tensor
+    at: Tensor
+    keys: Keys | None
+
+
+def rotation(cos_sin: Tensor, dim: int) -> Tensor:
+    """The matrix [1, D, D] that a token's heads are multiplied by from the right; beyond cos_sin [1, rot] they stay."""
+    half = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[:, :half], cos_sin[:, half:]
+    matrix = torch.zeros(1, dim, dim)
+    diagonal = matrix.diagonal(0, 1, 2)
+    diagonal[:, :half] = cos
+    diagonal[:, half : 2 * half] = cos
+    diagonal[:, 2 * half :] = 1
+    matrix.diagonal(half, 1, 2)[:, :half] = sin
+    matrix.diagonal(-half, 1, 2)[:, :half] = -sin
+    return matrix
+
+
+class Tokens:
+    """Arranges a step's token once for all layers."""
+
+    def __init__(self, attention: CpuAttention, writer: KvWriter) -> None:
+        self.attention = attention
+        self.writer = writer
+
+    def arrange(self, kv: KvLayer, batch: Batch, cos_sin: Tensor, parts: LayerParts) -> Token | None:
+        """The step as `OneTokenLayer` wants it; None if its token is padding, or K and V lie apart."""
+        places = self.writer.places(kv, batch.slots[parts.spec.group])
+        if places.kept is not None or len(self.writer.runs(kv).tokens) > 1:
+            return None
+        keys = self.attention.keys_of_one(kv, batch, parts.spec)
+        return Token(rotation(cos_sin, parts.heads[2]), places.both, keys)
+
+
+class OneTokenLayer:
+    """See WholeLayers.layer."""
+
+    def __init__(self, parts: LayerParts, tokens: Tokens) -> None:
+        self._parts = parts
+        self._tokens = tokens
+        self._runs: Runs | None = None
+        self._place = (parts.spec.group, parts.spec.window)
+        weights = (parts.qkv, parts.out, parts.gate_up, parts.down)
+        self._products = tuple(operator_for_few(weight) for weight in weights)
+        self._narrow = NARROW[dtype_of(parts.qkv)]
+
+    def __call__(self, stream: Tensor, kv: KvLayer, batch: Batch, cos_sin: Tensor) -> bool:
+        """stream float32 [T, hidden] becomes the layer's output and True is returned, or nothing is done and False."""
+        if stream.size(0) > 1:
+            return False
+        shared = self._tokens.attention.shared
+        place = (*self._place, id(cos_sin))
+        if place not in shared:
+            shared[place] = (self._tokens.arrange(kv, batch, cos_sin, self._parts), cos_sin)
+        token = shared[place][0]
+        if token is None:
+            return False
+        runs = self._runs
+        if runs is None or runs.kv is not kv:
+            runs = self._runs = self._tokens.writer.runs(kv)
+        parts, (qkv, out, gate_up, down) = self._parts, self._products
+        normed = self._narrow(norm_of_one(stream, parts.before_attn, parts.eps))
+        attended = self._attend(qkv[0](normed, *qkv[1]), runs, token, batch)
+        stream.add_(out[0](attended, *out[1]))
+        normed = self._narrow(norm_of_one(stream, parts.before_mlp, parts.eps))
+        inner = gated(gate_up[0](normed, *gate_up[1]), parts.activation)
+        stream.add_(down[0](inner, *down[1]))
+        return True
+
+    def _attend(self, qkv: Tensor, runs: Runs, token: Token, batch: Batch) -> Tensor:
+        """Projections [1, (Hq + 2 Hkv) D] -> [1, Hq D]."""
+        num_q, num_kv, dim = self._parts.heads
+        heads, keys = qkv.view(1, -1, dim), token.keys
+        with OneThread():
+            turned = heads.narrow(1, 0, num_q + num_kv)
+            turned.copy_(torch.bmm(turned.float(), token.rotation))
+            runs.tokens[0].index_copy_(0, token.at, heads.narrow(1, num_q, 2 * num_kv).view(-1, dim))
+            q = heads.narrow(1, 0, num_q)
+            if keys is not None:
+                gathered = runs.blocks[0].index_select(0, keys.index).view(2, 1, num_kv, -1, dim)
+                found = attend_few(q, gathered, keys.num_keys, self._parts.spec.scale, keys.visible)
+                return self._narrow(found).view(1, -1)
+        out = torch.empty_like(q)
+        self._tokens.attention.forward(q, None, None, runs.kv, batch, self._parts.spec, out)
+        return out.view(1, -1)
+
+
+class LayerFusions(CpuFusions):
+    """CpuFusions beside an attention whose steps can be one token's: the WholeLayers protocol."""
+
+    def __init__(self, attention: CpuAttention, writer: KvWriter) -> None:
+        super().__init__(writer)
+        self._tokens = Tokens(attention, writer)
+
+    def layer(self, parts: LayerParts) -> OneTokenLayer | None:
+        """See WholeLayers.layer; only bfloat16 and float32 weights have it."""
+        if dtype_of(parts.qkv) not in NARROW or parts.before_attn.dtype != torch.float32 or parts.eps <= 0:
+            return None
+        return OneTokenLayer(parts, self._tokens)
