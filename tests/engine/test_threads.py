@@ -9,7 +9,7 @@ from steelyard.engine.threads import with_short_spins
 
 def test_a_short_spin_is_added_and_the_rest_kept() -> None:
     given = {"PATH": "/bin", "OMP_NUM_THREADS": "3"}
-    assert with_short_spins(given) == given | {"GOMP_SPINCOUNT": "1000"}
+    assert with_short_spins(given) == given | {"GOMP_SPINCOUNT": "3000"}
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-SPIN_COUNT = "1000"
+SPIN_COUNT = "3000"
 CHOSEN_BY_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
