@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 def norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The same for a single float32 row [1, N]: its size is a number of the host."""
     flat = x.view(-1)
-    mean_square: float = torch.dot(flat, flat).item() / flat.shape[0]
+    mean_square: float = torch.dot(flat, flat).item() / x.numel()
     return torch.addcmul(zero(), x, weight, value=(mean_square + eps) ** -0.5)
 
 

@@ -108,14 +108,16 @@ class OneTokenLayer:
         num_q, num_kv, dim = self._parts.heads
         heads, keys = qkv.view(1, -1, dim), token.keys
         with OneThread():
-            turned = heads.narrow(1, 0, num_q + num_kv)
-            turned.copy_(torch.bmm(turned.float(), token.rotation))
+            part = heads.narrow(1, 0, num_q + num_kv)
+            turned = torch.bmm(part.float(), token.rotation)
+            part.copy_(turned)
             runs.tokens[0].index_copy_(0, token.at, heads.narrow(1, num_q, 2 * num_kv).view(-1, dim))
-            q = heads.narrow(1, 0, num_q)
             if keys is not None:
+                q = turned.narrow(1, 0, num_q)
                 gathered = runs.blocks[0].index_select(0, keys.index).view(2, 1, num_kv, -1, dim)
                 found = attend_few(q, gathered, keys.num_keys, self._parts.spec.scale, keys.visible)
                 return self._narrow(found).view(1, -1)
+        q = heads.narrow(1, 0, num_q)
         out = torch.empty_like(q)
         self._tokens.attention.forward(q, None, None, runs.kv, batch, self._parts.spec, out)
         return out.view(1, -1)

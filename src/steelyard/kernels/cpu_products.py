@@ -51,7 +51,7 @@ def attend_few(q: Tensor, keys_values: Tensor, num_keys: int, scale: float, adde
     Returns [R, Hkv, Hq / Hkv, D]. In float32 (float64 of such keys) throughout, which takes fewer calls than products
     of bfloat16. Heads that share keys are the queries of one. added: [R, 1, 1, num_keys] as in `attend`.
     """
-    wide = torch.promote_types(keys_values.dtype, torch.float32)
+    wide = torch.float64 if keys_values.dtype is torch.float64 else torch.float32
     _, num_rows, num_kv_heads, _, dim = keys_values.shape
     k, v = cast(keys_values, wide).narrow(3, 0, num_keys).unbind(0)
     queries = cast(q, wide).reshape(num_rows, num_kv_heads, -1, dim)
