@@ -35,11 +35,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
     return (wide * scale).mul_(weight).to(dtype)
 
 
-def norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same for a single float32 row [1, N]: its size is a number of the host."""
+def norm_of_one(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """The same for a single float32 row [1, N], whose size is a number of the host; rounded where `out` is narrower."""
     flat = x.view(-1)
     mean_square: float = torch.dot(flat, flat).item() / x.numel()
-    return torch.addcmul(zero(), x, weight, value=(mean_square + eps) ** -0.5)
+    return torch.addcmul(zero(), x, weight, value=(mean_square + eps) ** -0.5, out=out)
 
 
 def gated(x: Tensor, activation: str) -> Tensor:

@@ -28,7 +28,7 @@ NARROW = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
 class Token:
     """What all layers of a KV group and rotation share in a step of one token.
 
-    rotation  [1, D, D]
+    rotation  [D, D]
     at        rows of Runs.tokens that it is written to
     keys      what it attends to; None: more than `attend_few` is for, or not the plain way
     """
@@ -39,16 +39,16 @@ class Token:
 
 
 def rotation(cos_sin: Tensor, dim: int) -> Tensor:
-    """The matrix [1, D, D] that a token's heads are multiplied by from the right; beyond cos_sin [1, rot] they stay."""
+    """The matrix [D, D] that a token's heads are multiplied by from the right; beyond cos_sin [1, rot] they stay."""
     half = cos_sin.shape[-1] // 2
-    cos, sin = cos_sin[:, :half], cos_sin[:, half:]
-    matrix = torch.zeros(1, dim, dim)
-    diagonal = matrix.diagonal(0, 1, 2)
-    diagonal[:, :half] = cos
-    diagonal[:, half : 2 * half] = cos
-    diagonal[:, 2 * half :] = 1
-    matrix.diagonal(half, 1, 2)[:, :half] = sin
-    matrix.diagonal(-half, 1, 2)[:, :half] = -sin
+    cos, sin = cos_sin[0, :half], cos_sin[0, half:]
+    matrix = torch.zeros(dim, dim)
+    diagonal = matrix.diagonal()
+    diagonal[:half] = cos
+    diagonal[half : 2 * half] = cos
+    diagonal[2 * half :] = 1
+    matrix.diagonal(half)[:half] = sin
+    matrix.diagonal(-half)[:half] = -sin
     return matrix
 
 
@@ -79,6 +79,7 @@ class OneTokenLayer:
         weights = (parts.qkv, parts.out, parts.gate_up, parts.down)
         self._products = tuple(operator_for_few(weight) for weight in weights)
         self._narrow = NARROW[dtype_of(parts.qkv)]
+        self._normed = torch.empty(1, parts.before_attn.numel(), dtype=dtype_of(parts.qkv))
 
     def __call__(self, stream: Tensor, kv: KvLayer, batch: Batch, cos_sin: Tensor) -> bool:
         """stream float32 [T, hidden] becomes the layer's output and True is returned, or nothing is done and False."""
@@ -95,10 +96,10 @@ class OneTokenLayer:
         if runs is None or runs.kv is not kv:
             runs = self._runs = self._tokens.writer.runs(kv)
         parts, (qkv, out, gate_up, down) = self._parts, self._products
-        normed = self._narrow(norm_of_one(stream, parts.before_attn, parts.eps))
+        normed = norm_of_one(stream, parts.before_attn, parts.eps, self._normed)
         attended = self._attend(qkv[0](normed, *qkv[1]), runs, token, batch)
         stream.add_(out[0](attended, *out[1]))
-        normed = self._narrow(norm_of_one(stream, parts.before_mlp, parts.eps))
+        normed = norm_of_one(stream, parts.before_mlp, parts.eps, self._normed)
         inner = gated(gate_up[0](normed, *gate_up[1]), parts.activation)
         stream.add_(down[0](inner, *down[1]))
         return True
@@ -106,18 +107,18 @@ class OneTokenLayer:
     def _attend(self, qkv: Tensor, runs: Runs, token: Token, batch: Batch) -> Tensor:
         """Projections [1, (Hq + 2 Hkv) D] -> [1, Hq D]."""
         num_q, num_kv, dim = self._parts.heads
-        heads, keys = qkv.view(1, -1, dim), token.keys
+        heads, keys = qkv.view(-1, dim), token.keys
         with OneThread():
-            part = heads.narrow(1, 0, num_q + num_kv)
-            turned = torch.bmm(part.float(), token.rotation)
+            part = heads.narrow(0, 0, num_q + num_kv)
+            turned = torch.mm(part.float(), token.rotation)
             part.copy_(turned)
-            runs.tokens[0].index_copy_(0, token.at, heads.narrow(1, num_q, 2 * num_kv).view(-1, dim))
+            runs.tokens[0].index_copy_(0, token.at, heads.narrow(0, num_q, 2 * num_kv))
             if keys is not None:
-                q = turned.narrow(1, 0, num_q)
+                q = turned.narrow(0, 0, num_q)
                 gathered = runs.blocks[0].index_select(0, keys.index).view(2, 1, num_kv, -1, dim)
                 found = attend_few(q, gathered, keys.num_keys, self._parts.spec.scale, keys.visible)
                 return self._narrow(found).view(1, -1)
-        q = heads.narrow(1, 0, num_q)
+        q = heads.narrow(0, 0, num_q).view(1, num_q, dim)
         out = torch.empty_like(q)
         self._tokens.attention.forward(q, None, None, runs.kv, batch, self._parts.spec, out)
         return out.view(1, -1)

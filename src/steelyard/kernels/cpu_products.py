@@ -46,7 +46,7 @@ def are_few(num_rows: int, num_keys: int) -> bool:
 
 
 def attend_few(q: Tensor, keys_values: Tensor, num_keys: int, scale: float, added: Tensor | None) -> Tensor:
-    """One query a row: q [R, Hq, D], keys and values [2, R, Hkv, K, D] of which `num_keys` count.
+    """One query a row: q [R, Hq, D] or [R Hq, D], keys and values [2, R, Hkv, K, D] of which `num_keys` count.
 
     Returns [R, Hkv, Hq / Hkv, D]. In float32 (float64 of such keys) throughout, which takes fewer calls than products
     of bfloat16. Heads that share keys are the queries of one. added: [R, 1, 1, num_keys] as in `attend`.
