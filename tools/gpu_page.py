@@ -1,0 +1,169 @@
+"""Writes the tables of docs/gpu.md between their marks, and its picture, from kept results. It measures nothing.
+
+python tools/gpu_page.py            write         python tools/gpu_page.py --check      1 where the page is not that
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/gpu.md"
+PICTURE = ROOT / "docs/pictures/h200-workloads.svg"
+MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+MODELS = ("llama3-8b", "qwen3-0.6b")
+DECODES = ((1, 1024), (1, 8192), (8, 4096), (32, 1024), (64, 1024), (64, 4096), (256, 1024), (256, 2048))
+COLORS = {"floor": "#bbb", "Steelyard": "#0a7", "vLLM": "#c60"}
+WIDTH, LEFT, BAR, GAP = 720, 250, 9, 14
+
+
+def kept(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" + " ---: |" * (len(heads) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
+
+
+def measured(model: str, case: str) -> dict[str, Any]:
+    return next(r for r in kept("h200.json") if r.get("model") == model and r["case"] == case)
+
+
+def offline() -> str:
+    """Seconds of every workload beside vLLM's and the floor, and the geometric mean of the ratios."""
+    rows = []
+    for model, cases in kept("h200-peers.json")["offline_seconds"].items():
+        ratios = []
+        for case, peer in cases.items():
+            row = measured(model, case)
+            ratios.append(row["seconds"] / peer["vllm"])
+            runs = ", ".join(f"{s:.2f}" for s in row["all_seconds"])
+            rows.append(
+                (f"{model} {case}", f"{row['seconds']:.2f}", runs, f"{peer['vllm']:.2f}", f"{ratios[-1]:.2f}",
+                 f"{peer['floor']:.2f}", f"{row['out_tok_s']:,.0f}")
+            )  # fmt: skip
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        rows.append((f"**{model}, geometric mean**", "", "", "", f"**{mean:.2f}**", "", ""))
+    return table(("workload", "seconds", "each run", "vLLM", "of vLLM's time", "floor", "output tok/s"), rows)
+
+
+def single() -> str:
+    rows = []
+    for model, cases in kept("h200-peers.json")["single_tpot_ms"].items():
+        for case, peer in cases.items():
+            row = measured(model, case)
+            tpot = row["tpot_ms"]
+            rows.append(
+                (f"{model} {case}", f"{row['ttft_ms']:.1f}", f"{tpot:.2f}", peer["vllm"], f"{tpot / peer['vllm']:.2f}",
+                 peer["floor"])
+            )  # fmt: skip
+    return table(("request", "TTFT, ms", "TPOT, ms", "vLLM's TPOT", "of vLLM's", "floor"), rows)
+
+
+def start() -> str:
+    rows = []
+    for model in MODELS:
+        row = measured(model, "single 128/257")
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["phases"].items() if seconds >= 0.05)
+        peer = kept("h200-peers.json")["startup_s"][model]["vllm"]
+        rows.append((model, f"{row['cold_start_s']:.1f}", phases, peer))
+    return table(("model", "process to first token, s", "of that, s", "vLLM, start to ready, s"), rows)
+
+
+def curve() -> str:
+    heads = ("model", "rows at 1k", "step, ms", "tok/s", "of peak FLOPs", "of peak bandwidth", "launch")
+    return table(heads, [_point(row) for row in kept("h200.json") if row["case"].startswith("batch")])
+
+
+def _point(row: dict[str, Any]) -> tuple[object, ...]:
+    shares = [f"{100 * row[name]:.{digits}f} %" for name, digits in (("mfu", 0), ("mbu", 0), ("launch_share", 1))]
+    return (row["model"], row["batch"], f"{row['step_ms']:.2f}", f"{row['tokens_per_s']:,.0f}", *shares)
+
+
+def host() -> str:
+    rows = []
+    for row in kept("h200.json"):
+        if "host_us" in row:
+            us = row["host_us"]
+            own = us["schedule"] + us["launch"] + us["commit"] + us["_messages"]
+            parts = [f"{us[k] / 1e3:.2f}" for k in ("schedule", "launch", "commit", "_messages")]
+            rows.append((row["model"], us["rows"], *parts, f"{own / 1e3:.2f}", f"{us['step'] / 1e3:.2f}"))
+    heads = ("model", "rows", "schedule", "launch", "commit", "messages", "host in all", "step, ms")
+    return table(heads, rows)
+
+
+def served() -> str:
+    rows = [
+        (r["model"], r["fronts"], r["label"], f"{r['seconds']:.2f}", f"{r['out_tok_s']:,.0f}", f"{r['of_offline']:.2f}")
+        for r in kept("h200-served.json")
+    ]
+    return table(("model", "front ends", "run", "seconds", "output tok/s", "of offline"), rows)
+
+
+def kernels() -> str:
+    """Attention of the shapes that were measured beside FlashInfer."""
+    found = []
+    for row in kept("kernels_h200.json")["rows"]:
+        if row.get("form") == "shipped" and row["item"] == "decode" and row["pool"] == "b64":
+            name = f"decode, {row['rows']} rows of {row['ctx']:,}"
+            found.append((name, f"{row['us']:.1f}", f"{row['tb_s']:.2f} TB/s", f"{row['of_flashinfer']:.2f}"))
+        if row.get("form") == "gluon" and row["case"] == "b64":
+            name = f"prefill, {row['shape']}"
+            found.append((name, f"{row['us']:.0f}", f"{row['tflops']:.0f} TFLOP/s", f"{row['of_flashinfer']:.2f}"))
+    return table(("attention, heads 32 on 8, size 128", "us", "rate", "of FlashInfer's rate"), found)
+
+
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (offline, single, start, curve, host, served, kernels)}
+
+
+def page() -> str:
+    """docs/gpu.md with every table as the results have it."""
+    return MARK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], PAGE.read_text())
+
+
+def picture() -> str:
+    """A group of bars a workload: floor, Steelyard, vLLM, as shares of vLLM's time."""
+    marks, y = [], 30
+    for model, cases in kept("h200-peers.json")["offline_seconds"].items():
+        for case, peer in cases.items():
+            seconds = {"floor": peer["floor"], "Steelyard": measured(model, case)["seconds"], "vLLM": peer["vllm"]}
+            marks.append(_text(LEFT - 8, y + 1.9 * BAR, f"{model} {case}", "end"))
+            for name, value in seconds.items():
+                width = (WIDTH - LEFT - 60) * value / peer["vllm"]
+                marks.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{COLORS[name]}"/>')
+                marks.append(_text(LEFT + width + 4, y + BAR - 1, f"{value:.2f} s", "start", 9))
+                y += BAR
+            y += GAP
+    for at, (name, color) in enumerate(COLORS.items()):
+        marks.append(f'<rect x="{LEFT + 110 * at}" y="8" width="10" height="10" fill="{color}"/>')
+        marks.append(_text(LEFT + 110 * at + 14, 17, name, "start"))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" role="img">'
+    ground = '<rect width="100%" height="100%" fill="#fff"/>'
+    return f"{head}{ground}{''.join(marks)}</svg>\n"
+
+
+def _text(x: float, y: float, text: str, anchor: str, size: int = 11) -> str:
+    style = f'font-family="system-ui,sans-serif" font-size="{size}" fill="#222"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{html.escape(text)}</text>'
+
+
+def main() -> int:
+    wanted = {PAGE: page(), PICTURE: picture()}
+    if "--check" in sys.argv:
+        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
+    for path, text in wanted.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
