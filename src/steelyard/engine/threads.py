@@ -1,6 +1,6 @@
 """How torch's threads wait for each other on a CPU: set in the environment, before the process loads torch.
 
-Without a setting an idle OpenMP thread of GNU's runtime spins for milliseconds before it sleeps. A step is a thousand
+Without a setting an idle OpenMP thread of GNU's runtime spins for milliseconds before it sleeps. A step is hundreds of
 short parallel regions, so where anything else wants a core (the HTTP process, a neighbour) spinning threads keep the
 very thread they wait for off the core: steps take many times as long. A short spin costs a quiet machine next to
 nothing. docs/cpu.md has the figures.
