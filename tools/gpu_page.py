@@ -122,7 +122,80 @@ def kernels() -> str:
     return table(("attention, heads 32 on 8, size 128", "us", "rate", "of FlashInfer's rate"), found)
 
 
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (offline, single, start, curve, host, served, kernels)}
+def combinations() -> str:
+    """Seconds of each group, then milliseconds of a middle decode step, one arm a column."""
+    arms = kept("h200-ablation.json")["combinations"]["arms"]
+    rows = [
+        (first["case"], *(f"{r['seconds']:.2f}" for r in each), *(f"{r['decode_step_ms']:.2f}" for r in each))
+        for each in zip(*arms.values(), strict=True)
+        for first in each[:1]
+    ]
+    heads = [f"{what}: {name.replace('attention', 'attn.')}" for what in ("s", "decode ms") for name in arms]
+    return table(("requests", *heads), rows)
+
+
+def batching() -> str:
+    rows = []
+    for name, arm in kept("h200-ablation.json")["batching"]["arms"].items():
+        if isinstance(arm, dict):
+            rows.append((name, f"not measured: {arm['failed']}", "", "", "", ""))
+            continue
+        (r,) = arm
+        predicted, steps = f"{r['predicted_s']:.2f}", f"{r['steps']:,}"
+        rows.append((name, f"{r['seconds']:.2f}", predicted, f"{r['out_tok_s']:,.0f}", steps, f"{r['held_slots']:,}"))
+    return table(("batching", "seconds", "predicted", "output tok/s", "steps", "slots held for nothing"), rows)
+
+
+def fp8() -> str:
+    """Decode attention over an fp8 pool, each shape against bfloat16 in the same run."""
+    found = {(r["rows"], r["ctx"], r["form"]): r for r in kept("h200-fp8-kv.json")["rows"] if r["item"] == "decode"}
+    rows = []
+    for (num_rows, ctx, form), r in found.items():
+        if form == "shipped":
+            wide = found[num_rows, ctx, "bf16"]["us"]
+            times = (f"{wide:.1f}", f"{r['us']:.1f}", f"{r['floor_us']:.1f}")
+            rows.append((f"{num_rows} rows of {ctx:,}", *times, f"{r['of_bf16_rate']:.2f}"))
+    return table(("decode attention", "bf16, us", "fp8, us", "fp8's floor", "of bf16's rate"), rows)
+
+
+def swap() -> str:
+    r = kept("h200-swap.json")
+    p = r["predicted"]
+    both = r["swap_out_ms"] + r["swap_in_ms"]
+    rows = [
+        ("measured", f"{both:.1f}", f"{r['recompute_ms']:.1f}", f"{r['factor']:.2f}"),
+        ("predicted", f"{2 * p['swap_one_way_ms']:.1f}", f"{p['recompute_ms']:.1f}", f"{p['factor']:.2f}"),
+    ]
+    return table((f"{r['model']}, {r['tokens']:,} tokens", "swap out and in, ms", "recompute, ms", "factor"), rows)
+
+
+def transformers() -> str:
+    rows = []
+    for model, peer in kept("h200-peers.json")["transformers"].items():
+        one, mixed = measured(model, "single 128/257"), measured(model, "mixed 100-1024/100-1024")
+        for what, key in (("TTFT, ms", "ttft_ms"), ("TPOT, ms", "tpot_ms")):
+            rows.append((model, what, peer[key], f"{one[key]:.2f}", f"-{100 * (1 - one[key] / peer[key]):.0f} %"))
+        times = f"{mixed['out_tok_s'] / peer['mixed_tok_s']:.0f}x"
+        rows.append((model, "mixed, output tok/s", peer["mixed_tok_s"], f"{mixed['out_tok_s']:,.0f}", times))
+    static = kept("h200-peers.json")["static_batch_kv"]
+    ours = next(r for r in kept("h200-transformers.json")["rows"] if r["case"] == "32 of mixed")
+    pairs = (
+        ("KV at its peak, GB", static["peak_bytes"] / 1e9, ours["peak_kv_bytes"] / 1e9),
+        ("KV held and not needed, mean", 1 - static["mean_share_needed"], ours["mean_waste"]),
+    )
+    for what, theirs, own in pairs:
+        rows.append(
+            ("llama3-8b, 32 of mixed", what, f"{theirs:.2f}", f"{own:.2f}", f"-{100 * (1 - own / theirs):.0f} %")
+        )
+    return table(("model", "what", "transformers", "Steelyard", "change"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f
+    for f in (
+        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, transformers,
+    )
+}  # fmt: skip
 
 
 def page() -> str:
