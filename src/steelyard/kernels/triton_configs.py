@@ -8,9 +8,9 @@ What was measured (bf16, 32 query heads on 8 KV heads, head size 128) and what i
     prefill  128 x 64 tiles, 8 warps. At head size 128 two stages and at most 128 registers (two programs a
              multiprocessor) beat three stages; at 64 two programs fit anyway.
 
-Over an fp8 pool: the same tiles. Numbers are widened in registers, and V is taken in twos (triton_decode). At 64 rows of
-4k, at most 128 registers are worth 3 %, while a tile of 128 keys or one buffer cost 3 and 13 %. Prefill's tiles there
-were chosen by what compiles without spilling.
+Over an fp8 pool: the same tiles. Numbers are widened in registers, and V is taken in twos (triton_decode). At 64 rows
+of 4k, at most 128 registers are worth 3 %, while a tile of 128 keys or one buffer cost 3 and 13 %. Prefill's tiles
+there were chosen by what compiles without spilling.
 """
 
 from __future__ import annotations
