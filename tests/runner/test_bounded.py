@@ -88,9 +88,7 @@ def check_greedy(twin: PreTrainedModel, ran: Ran, one: Request, tie: float = TIE
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["torch", "device"])
 @pytest.mark.parametrize("budget", [512, 13], ids=["whole", "chunked"])
-def test_tokens_are_those_of_a_twin_that_masks_in_chunks_and_after_hits(
-    model: Model, budget: int, fixed: bool
-) -> None:
+def test_tokens_are_those_of_a_twin_that_masks_in_chunks_and_after_hits(model: Model, budget: int, fixed: bool) -> None:
     folder, twin = model
     first = [request(f"r{i}", p, max_tokens=30) for i, p in enumerate(prompts((3, 20, 70, 150)))]
     again = [request("h", [*first[3].tokens[:144], 7, 8, 9], max_tokens=20)]
