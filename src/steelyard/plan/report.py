@@ -175,7 +175,7 @@ def _capacity(plan: Plan, found: Capacity) -> dict[str, Any]:
         "ttft_p90_ms": _ms(seen.ttft_p90_s),
         "ttft_p99_ms": _ms(seen.ttft_p99_s),
         "tpot_ms": seen.tpot_s * 1e3 if load.decode_steps else None,
-        "worst_gap_ms": found.point.mixed_step_s * 1e3 if load.decode_steps else None,
+        "worst_gap_ms": found.point.full_step_s * 1e3 if load.decode_steps else None,
         "e2e_ms": _ms(seen.e2e_s),
         "attainment": seen.attainment,
         "goodput": found.goodput,

@@ -88,6 +88,7 @@ class Service:
             step_s=step_s,
             decode_step_s=alone_s,
             mixed_step_s=mixed_s,
+            full_step_s=full_s,
             chunks_per_prompt=max(load.computed_len / chunk, 1.0),
             prompt_service_s=load.computed_len / room * full_s,
             token_share=(decoding + prompt) / budget,
@@ -108,7 +109,8 @@ class Service:
 class Point:
     """A steady state of one replica. Times in seconds, rates per second.
 
-    mixed_step_s      a step that carries prompt beside the decodes
+    mixed_step_s      a step that carries prompt beside the decodes, on average
+    full_step_s       one whose token budget prompts fill: the longest there is, and the longest gap between tokens
     prompt_service_s  device time per prompt when every step is filled up with prompts: the queue's service time
     token_share       of the token budget that a mean step uses
     prefill_share     of device time that prompts take, beyond what decoding alone would
@@ -120,6 +122,7 @@ class Point:
     step_s: float
     decode_step_s: float
     mixed_step_s: float
+    full_step_s: float
     chunks_per_prompt: float
     prompt_service_s: float
     token_share: float

@@ -154,7 +154,8 @@ def _token_budget(plan: Plan, found: Capacity) -> Advice:
     point = found.limit
     reason = (
         "the smallest budget within 1 % of the best capacity; a step with prompt takes "
-        f"{point.mixed_step_s * 1e3:.1f} ms, one without {point.decode_step_s * 1e3:.1f} ms"
+        f"{point.mixed_step_s * 1e3:.1f} ms, one without {point.decode_step_s * 1e3:.1f} ms, one that prompts fill "
+        f"{point.full_step_s * 1e3:.1f} ms"
     )
     trade = "higher: prompts finish in fewer steps (TTFT); lower: the gap they cause between others' tokens is shorter"
     return Advice("max_num_batched_tokens", str(value), reason, trade, "--max-num-batched-tokens", str(value))
@@ -188,9 +189,10 @@ def _block_size(plan: Plan) -> Advice:
 
 
 def _waiting_window(found: Capacity) -> Advice:
-    step = found.point.decode_step_s * 1e3
+    point = found.limit
     reason = (
-        f"continuous batching lets a request join at the next step, {step:.1f} ms away at most: waiting gains nothing"
+        f"continuous batching lets a request join at the next step, {point.full_step_s * 1e3:.1f} ms away at most (a "
+        f"step that prompts fill, at capacity; the mean is {point.step_s * 1e3:.1f} ms): waiting gains nothing"
     )
     trade = "only static or dynamic batching needs a window: longer fills batches, and every request waits for it"
     return Advice("waiting window", "0 ms", reason, trade)
