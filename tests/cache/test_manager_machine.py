@@ -120,12 +120,12 @@ class ManagerMachine(RuleBasedStateMachine):
         if at < 1 or not self.manager.can_fork(parent, at):
             return
         child = self.make([*parent.tokens[:at], token], parent.namespace)
-        forked = self.manager.fork(parent, child, at)
-        if forked is None:
+        copies = self.manager.fork(parent, child, at)
+        if copies is None:
             assert at % BLOCK and self.manager.free_blocks() == 0
             return
         self.move()
-        for copy in forked[1]:
+        for copy in copies:
             for offset in range(BLOCK):
                 self.slots[copy.group, copy.dst_block, offset] = self.slots.get(
                     (copy.group, copy.src_block, offset), (b"", ())

@@ -29,7 +29,7 @@ class Watched(Load):
         self._begin: tuple[float, float] | None = None
 
     def after_step(self) -> None:
-        books, waiting = self.simulation.books, self.simulation.scheduler.waiting_tenants
+        books, waiting = self.simulation.books, self.simulation.scheduler._live.waiting.tenants
         for tenant, (amount_ns, num) in tenant_charges(books.book.entries[-1], books.book.stays).items():
             self.spent_ns[tenant] += amount_ns
             self.num_tokens += num

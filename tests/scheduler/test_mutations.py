@@ -12,7 +12,7 @@ from steelyard.cache.blocks import BlockPool
 from steelyard.cache.host import HostTier
 from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Request
-from steelyard.core.step import Copy, Swap, TableEdit
+from steelyard.core.step import Copy, Swap
 from steelyard.core.timed import State, Timed
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.rows import Resident
@@ -61,11 +61,9 @@ def test_the_workload_passes_without_a_mutation(rig: Rig) -> None:
 def skip_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     fork = CacheManager.fork
 
-    def mutated(
-        self: CacheManager, parent: Request, child: Request, at: int
-    ) -> tuple[list[TableEdit], list[Copy]] | None:
-        forked = fork(self, parent, child, at)
-        return forked and (forked[0], [])
+    def mutated(self: CacheManager, parent: Request, child: Request, at: int) -> list[Copy]:
+        fork(self, parent, child, at)
+        return []
 
     monkeypatch.setattr(CacheManager, "fork", mutated)
 

@@ -159,7 +159,7 @@ class CacheManager:
             for g, (table, live) in enumerate(zip(sequence.tables, sequence.first_live))
         )
 
-    def fork(self, parent: Request, child: Request, at: int) -> tuple[list[TableEdit], list[Copy]] | None:
+    def fork(self, parent: Request, child: Request, at: int) -> list[Copy] | None:
         """Give `child` the first `at` positions of `parent`: full blocks shared, one partial block copied.
 
         None with nothing changed if a pool has no block left for the copy.
@@ -180,7 +180,7 @@ class CacheManager:
                 table.append(own)
             tables.append(table)
         self._sequences[child] = Tables(tables, num_full, self._lookup.kept)
-        return self._edits(child.row, tables, [0] * len(tables)), copies
+        return copies
 
     # progress
 

@@ -83,7 +83,7 @@ class Engine:
         self.progressed = False
         self._live: dict[str, dict[int, Request]] = {}
         self._paused: set[str] = set()
-        self._flights: deque[Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._max_ahead = 1 if scheduler.options.overlap else 0
         self._deadlines: list[tuple[int, str, int, bool]] = []  # the last: only while it has no token
         self._num_seeds = 0
@@ -173,7 +173,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is live or a step is in flight."""
-        return bool(self._live or self._flights)
+        return bool(self._live or self._in_flight)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -192,11 +192,11 @@ class Engine:
             plan = None
             messages += self._fail_all("scheduling", error)
         if plan is not None:
-            self._flights.append(self._run("launch", self.runner.launch, plan))
+            self._in_flight.append(self._run("launch", self.runner.launch, plan))
             self.ledgers.launched(plan, self.scheduler.request_at)  # a device is at work already
             launched, masked = True, bool(plan.masked)
-        collected = bool(self._flights) and (not launched or len(self._flights) > self._max_ahead)
-        behind = len(self._flights) > 1  # the masks of this step hang on the tokens of the one before
+        collected = bool(self._in_flight) and (not launched or len(self._in_flight) > self._max_ahead)
+        behind = len(self._in_flight) > 1  # the masks of this step hang on the tokens of the one before
         if masked and not behind:
             self._sample(plan)
         if collected:
@@ -220,7 +220,7 @@ class Engine:
         """Whether the books agree. If they do not, the state is logged and the engine drains."""
         try:
             self.scheduler.check()
-            assert self.scheduler.in_flight == len(self._flights), "steps in flight disagree"
+            assert self.scheduler.in_flight == len(self._in_flight), "steps in flight disagree"
             keys = sum(len(choices) for choices in self._live.values())
             assert self.scheduler.num_running + self.scheduler.num_waiting == keys, "live requests disagree"
         except AssertionError as error:
@@ -253,7 +253,7 @@ class Engine:
 
     def _is_due(self) -> bool:
         """Whether a step should make progress: a step is in flight, or somebody is live whose reader keeps up."""
-        return bool(self._flights) or len(self._live) > len(self._paused)
+        return bool(self._in_flight) or len(self._live) > len(self._paused)
 
     def _is_due_by(self, request_id: str, index: int, first_only: bool) -> bool:
         """Whether a deadline still concerns somebody."""
@@ -290,10 +290,10 @@ class Engine:
     def _sample(self, plan: StepPlan | None) -> None:
         assert plan is not None
         masks = self.grammars.masks(plan, self.scheduler.request_at)
-        self._run("sample", lambda step: self.runner.sample(step, masks), self._flights[-1])
+        self._run("sample", lambda step: self.runner.sample(step, masks), self._in_flight[-1])
 
     def _collect(self) -> list[FromEngine]:
-        result = self._run("collect", self.runner.collect, self._flights.popleft())
+        result = self._run("collect", self.runner.collect, self._in_flight.popleft())
         expired = self._messages(self._expire())  # a token that is ready only now is too late
         now_ns = self.clock_ns()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steelyard.core.timed import State
-from steelyard.scheduler.live import Flight, Live
+from steelyard.scheduler.live import Live, PlannedStep
 from steelyard.scheduler.rows import Resident
 
 
@@ -13,7 +13,7 @@ def check_live(live: Live) -> None:
     _check_places(live)
     for resident in live.rows:
         _check_resident(live, resident)
-    _check_flights(live)
+    _check_in_flight(live)
 
 
 def _check_places(live: Live) -> None:
@@ -26,7 +26,7 @@ def _check_places(live: Live) -> None:
     known = {request for siblings in live.requests.values() for request in siblings.values()}
     assert len(running) + len(waiting) == len(known), "a request is in two places or in none"
     assert known == {*running, *waiting}
-    leaving = {*live.swapping, *(request for flight in live.in_flight for request in flight.swapped)}
+    leaving = {*live.swapping, *(request for step in live.in_flight for request in step.swapped)}
     held = list(rows)
     assert len(held) + rows.num_free == len(rows.by_row), "a row is lost"
     assert {r.request for r in held if not r.ended} == set(running)
@@ -48,7 +48,7 @@ def _check_resident(live: Live, resident: Resident) -> None:
     assert tables, f"{request} has a row and no blocks"
     assert resident.room == live.cache.room(request), f"{request}: room {resident.room}"
     if resident.ended:
-        assert request.state is State.OVERSHOOT and resident.flight is not None
+        assert request.state is State.OVERSHOOT and resident.work_in_flight is not None
         return
     assert request.state.resident, f"{request} has a row"
     assert request.num_computed < len(request.tokens), f"{request} computed more than is known"
@@ -57,13 +57,13 @@ def _check_resident(live: Live, resident: Resident) -> None:
     assert request.total_ns == sum(request.buckets_ns.values()), f"{request}: the ledger does not add up"
 
 
-def _check_flights(live: Live) -> None:
+def _check_in_flight(live: Live) -> None:
     """What is in flight is held: rows, blocks, and only private blocks are written."""
     if live.in_flight:
         _check_states(live, live.in_flight[0])
     latest = {}
-    for flight in live.in_flight:
-        for row, work in flight.works.items():
+    for step in live.in_flight:
+        for row, work in step.works.items():
             resident = live.rows.by_row[row]
             assert resident is not None, f"row {row} is in flight and free"
             end = work.start + work.num_new
@@ -71,10 +71,10 @@ def _check_flights(live: Live) -> None:
             assert live.cache.may_write(resident.request, work.start, end), f"{resident.request}: writes a shared block"
             latest[row] = work
     for resident in live.rows:
-        assert resident.flight is latest.get(resident.row), f"{resident.request}: work in flight disagrees"
+        assert resident.work_in_flight is latest.get(resident.row), f"{resident.request}: work in flight disagrees"
 
 
-def _check_states(live: Live, oldest: Flight) -> None:
+def _check_states(live: Live, oldest: PlannedStep) -> None:
     """A row of the oldest step in flight is in the state of its work there."""
     for row, work in oldest.works.items():
         resident = live.rows.by_row[row]

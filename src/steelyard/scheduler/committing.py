@@ -5,7 +5,7 @@ from __future__ import annotations
 from steelyard.core.request import Emitted, Event, FinishReason, Request
 from steelyard.core.step import RowOut, RowWork, StepResult
 from steelyard.core.timed import State
-from steelyard.scheduler.live import Flight, Live
+from steelyard.scheduler.live import Live, PlannedStep
 from steelyard.scheduler.planning import apply_states
 from steelyard.scheduler.protocols import Faults
 from steelyard.scheduler.rows import Resident
@@ -21,34 +21,34 @@ class Committer:
 
     def commit(self, result: StepResult, now_ns: int) -> list[Event]:
         live = self._live
-        flight = live.in_flight.popleft()
-        assert flight.plan.id == result.id, f"step {result.id} committed, step {flight.plan.id} is due"
+        step = live.in_flight.popleft()
+        assert step.plan.id == result.id, f"step {result.id} committed, step {step.plan.id} is due"
         live.gaps.commit(now_ns, result.timing.device_ns)
         live.counters.steps += 1
-        for request in flight.swapped:
+        for request in step.swapped:
             if request.state is State.SWAP_OUT:
                 request.to(State.SWAPPED, now_ns)
         events: list[Event] = []
         for row, why in result.failed:
-            self._fail(live.rows.by_row[row], flight.works[row], why, now_ns, events)
-        self._rows(result, flight, now_ns, events)
-        if len(result.rows) + len(result.failed) < len(flight.works):
-            self._silent_rows(result, flight, now_ns, events)
+            self._fail(live.rows.by_row[row], step.works[row], why, now_ns, events)
+        self._rows(result, step, now_ns, events)
+        if len(result.rows) + len(result.failed) < len(step.works):
+            self._silent_rows(result, step, now_ns, events)
         if live.in_flight:
             apply_states(live, live.in_flight[0].states, now_ns)
             live.in_flight[0].states = []
         return events
 
-    def _rows(self, result: StepResult, flight: Flight, now_ns: int, events: list[Event]) -> None:
+    def _rows(self, result: StepResult, step: PlannedStep, now_ns: int, events: list[Event]) -> None:
         """Every row that answered. A decode that goes on costs an append and an event."""
-        works, by_row, size = flight.works, self._live.rows.by_row, self._block_size
+        works, by_row, size = step.works, self._live.rows.by_row, self._block_size
         num_decoded = 0
         for out in result.rows:
             resident, work = by_row[out.row], works[out.row]
             if resident is None or resident.epoch != out.epoch:
                 continue
-            if resident.flight is work:
-                resident.flight = None
+            if resident.work_in_flight is work:
+                resident.work_in_flight = None
             if resident.ended:
                 self._live.land(resident, work.num_new, now_ns)
                 continue
@@ -168,18 +168,18 @@ class Committer:
     def _fail(self, resident: Resident | None, work: RowWork, why: str, now_ns: int, events: list[Event]) -> None:
         """The runner could not compute this row: its request ends, the others go on."""
         assert resident is not None, "a row in flight has no request"
-        if resident.flight is work:
-            resident.flight = None
+        if resident.work_in_flight is work:
+            resident.work_in_flight = None
         if resident.ended:
             self._live.land(resident, work.num_new, now_ns)
             return
         resident.request.detail = why
         events.append(self._live.end(resident.request, FinishReason.ERROR, now_ns))
 
-    def _silent_rows(self, result: StepResult, flight: Flight, now_ns: int, events: list[Event]) -> None:
+    def _silent_rows(self, result: StepResult, step: PlannedStep, now_ns: int, events: list[Event]) -> None:
         """A row with neither answer nor failure cannot go on: its request ends with an error."""
         heard = {out.row for out in result.rows} | {row for row, _ in result.failed}
-        for row, work in flight.works.items():
+        for row, work in step.works.items():
             if row not in heard:
                 self._fail(self._live.rows.by_row[row], work, "the runner gave no result", now_ns, events)
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 from math import inf
 
 from steelyard.core.request import Request
-from steelyard.core.step import RowEnter
+from steelyard.core.step import RowEnter, TableEdit
 from steelyard.core.timed import State
 from steelyard.scheduler.live import Live
+from steelyard.scheduler.obstacles import (
+    BATCH_CLOSED,
+    GRAMMAR_COMPILES,
+    NO_BLOCKS,
+    NO_BUDGET,
+    NO_ROW,
+    NOT_YET,
+    Lack,
+    Obstacle,
+    Passes,
+    Refusal,
+    Walk,
+)
 from steelyard.scheduler.options import SchedulerOptions
-from steelyard.scheduler.planning import Draft, Planner
+from steelyard.scheduler.planning import PlanBuilder, Planner
 from steelyard.scheduler.protocols import Faults, Order
 from steelyard.scheduler.reserve import Reserve
 from steelyard.scheduler.rows import Resident
@@ -33,9 +46,9 @@ class Joiner:
         self._order = order
         self._faults = faults
         self._reserve = Reserve(live, options.watermark)
-        self._refused: tuple[Request | None, int] = (None, 0)
-        self._blocked: tuple[Request | None, State] = (None, State.WAIT_SLOT)
-        self._passes: tuple[Request | None, int] = (None, 0)
+        self._refused: Refusal | None = None
+        self._lack: Lack | None = None
+        self._passes: Passes | None = None
         self._max_passes = options.max_passes
         self._max_upcoming = options.max_upcoming
         self._whole_prompts = options.whole_prompts
@@ -47,39 +60,48 @@ class Joiner:
         upcoming = self._live.waiting.items[:count] + self._passing(may_join)[:1]
         return min((len(request.tokens) for request in upcoming), default=inf)
 
-    def admit(self, draft: Draft, may_join: int) -> None:
+    def admit(self, plan: PlanBuilder, may_join: int) -> None:
         """Move requests from waiting to resident until something shared is in the way; label those that stay."""
-        waiting, skipped = self._live.waiting, dict[Request, State]()
-        shared: State | None = None
+        waiting = self._live.waiting
         self._reserve.observe()
-        may_join -= self._admit_short(draft, may_join)
-        at = 0
-        while at < len(waiting.items):
-            request = waiting.items[at]
-            shared = self._shared_obstacle(draft, may_join, len(request.tokens))
-            private = self._private_obstacle(request) if shared is None else None
-            if shared is None and private is None:
-                behind = waiting.items[at + 1 : at + 1 + self._max_upcoming]
-                obstacle = self._enter(request, draft, min((len(r.tokens) for r in behind), default=inf))
-                shared = State.WAIT_KV if obstacle is State.WAIT_KV else None
-                private = obstacle if shared is None else None
-            if private is not None:
-                skipped[request] = private
-                at += 1
-                continue
-            if shared is not None:
-                if self._displace_paused(shared, draft):
-                    at, skipped = 0, {}
-                    continue
-                break
-            may_join -= 1
-            if self._order.entered(request):
-                self._sort(draft.now_ns)
-                at, skipped = 0, {}
-        head = waiting.items[at] if shared in (State.WAIT_SLOT, State.WAIT_KV) and not draft.pressure else None
-        self._blocked = (head, shared or State.WAIT_SLOT)
-        waiting.label(skipped, shared, draft.now_ns)
+        may_join -= self._admit_short(plan, may_join)
+        walk = self._walk(plan, may_join)
+        while walk.is_stale:
+            may_join -= walk.num_joined
+            walk = self._walk(plan, may_join)
+        obstacle = walk.obstacle
+        is_lacking = obstacle in (NO_ROW, NO_BLOCKS) and not plan.pressure
+        self._lack = Lack(waiting.items[walk.at], obstacle) if obstacle is not None and is_lacking else None
+        waiting.label(walk.skipped, None if obstacle is None else obstacle.state, plan.now_ns)
         self._keep_near()
+
+    def _walk(self, plan: PlanBuilder, may_join: int) -> Walk:
+        """From the head of the queue: requests join or are passed over, up to what is in the way of all."""
+        items, walk = self._live.waiting.items, Walk(at=0, num_joined=0, skipped={})
+        while walk.at < len(items):
+            request = items[walk.at]
+            obstacle = (
+                self._shared_obstacle(plan, may_join - walk.num_joined, len(request.tokens))
+                or self._private_obstacle(request)
+                or self._enter(request, plan, self._shortest_behind(walk.at))
+            )
+            if obstacle is None:
+                walk.num_joined += 1
+                walk.is_stale = self._sort_if_changed(request, plan.now_ns)
+            elif obstacle.is_shared:
+                walk.obstacle, walk.is_stale = obstacle, self._displace_paused(obstacle, plan)
+                return walk
+            else:
+                walk.skipped[request] = obstacle.state
+                walk.at += 1
+            if walk.is_stale:
+                return walk
+        return walk
+
+    def _shortest_behind(self, at: int) -> float:
+        """The fewest tokens among those next in the queue; infinity at its end."""
+        behind = self._live.waiting.items[at + 1 : at + 1 + self._max_upcoming]
+        return min((len(request.tokens) for request in behind), default=inf)
 
     def _keep_near(self) -> None:
         """What those near the head have cached is evicted last, while blocks are short."""
@@ -95,25 +117,25 @@ class Joiner:
 
         False: there are some, and steps in flight must end first.
         """
-        head, obstacle = self._blocked
-        if head is None or not head.state.waiting:
+        lack = self._lack
+        if lack is None or not lack.head.state.waiting:
             return True
-        victims = self._victims(head, obstacle, now_ns)
+        victims = self._victims(lack, now_ns)
         if victims and self._live.in_flight:
             return False
         for resident in victims:
             self._planner.preempter.displace(resident, now_ns)
         return True
 
-    def _victims(self, head: Request, obstacle: State, now_ns: int) -> list[Resident]:
-        """The fewest that free what `head` lacks, last in order first; none if all together would not."""
-        rows, cache = self._live.rows, self._live.cache
+    def _victims(self, lack: Lack, now_ns: int) -> list[Resident]:
+        """The fewest that free what is lacking, last in order first; none if all together would not."""
+        head, rows, cache = lack.head, self._live.rows, self._live.cache
         anchor = rows.anchor()
         below = [
             r for r in (*rows.decodes, *rows.prefills) if r is not anchor and self._order.may_displace(head, r.request)
         ]
         below.sort(key=lambda r: self._planner.preempter.key(r.request, now_ns), reverse=True)
-        if obstacle is State.WAIT_SLOT:
+        if lack.obstacle is NO_ROW:
             return below[:1]
         lacking = -(-len(head.tokens) // cache.block_size) + self._reserve.blocks() - cache.free_blocks()
         for count, resident in enumerate(below, 1):
@@ -130,107 +152,108 @@ class Joiner:
         head = waiting.items[0]
         if waiting.is_short(head) or head.state in DISPLACED:
             return []
-        if self._blocked[0] is head and self._passes[0] is head and self._passes[1] >= self._max_passes:
+        if self._lacks(head) and self._num_passes(head) >= self._max_passes:
             return []
         near = waiting.short[: self._max_upcoming]
         return [r for r in near if self._order.may_pass(r, head) and self._private_obstacle(r) is None]
 
-    def _admit_short(self, draft: Draft, may_join: int) -> int:
+    def _admit_short(self, plan: PlanBuilder, may_join: int) -> int:
         """Admit short prompts before a long one, for at most half of the budget; returns how many."""
-        if draft.pressure or self._planner.draining:
+        if plan.pressure or self._planner.draining:
             return 0
         passing = self._passing(may_join)
         head = self._live.waiting.items[0]
-        kept, count = draft.budget // 2, 0
+        kept, count = plan.budget // 2, 0
         for request in passing:
-            is_scarce = self._blocked[0] is head
-            passes = self._passes[1] if self._passes[0] is head else 0
+            is_scarce, passes = self._lacks(head), self._num_passes(head)
             if count == may_join or not self._live.rows.num_free or (is_scarce and passes >= self._max_passes):
                 break
             if len(request.tokens) > kept:
                 continue
-            obstacle = self._enter(request, draft, inf)
-            if obstacle is State.WAIT_KV:
+            obstacle = self._enter(request, plan, inf)
+            if obstacle is NO_BLOCKS:
                 break
             if obstacle is None:
                 kept -= len(request.tokens)
                 count += 1
-                self._passes = (head, passes + is_scarce)
-                if self._order.entered(request):
-                    self._sort(draft.now_ns)
+                self._passes = Passes(head, passes + is_scarce)
+                self._sort_if_changed(request, plan.now_ns)
         return count
 
-    def _sort(self, now_ns: int) -> None:
-        """The order has changed its mind about those that wait."""
+    def _lacks(self, head: Request) -> bool:
+        return self._lack is not None and self._lack.head is head
+
+    def _num_passes(self, head: Request) -> int:
+        return self._passes.count if self._passes is not None and self._passes.head is head else 0
+
+    def _sort_if_changed(self, joined: Request, now_ns: int) -> bool:
+        """Whether the order, told of who joined, has changed its mind about those that wait: they are sorted again."""
         waiting = self._live.waiting
+        if not self._order.entered(joined):
+            return False
         for request in waiting.items:
             request.order_key = (*self._order.key(request, now_ns), request.order_key[-1])
         waiting.sort()
+        return True
 
-    def _shared_obstacle(self, draft: Draft, may_join: int, num_tokens: int) -> State | None:
-        if draft.pressure:
-            return State.WAIT_KV
+    def _shared_obstacle(self, plan: PlanBuilder, may_join: int, num_tokens: int) -> Obstacle | None:
+        if plan.pressure:
+            return NO_BLOCKS
         if may_join <= 0:
-            return State.WAIT_POLICY
+            return BATCH_CLOSED
         if not self._live.rows.num_free:
-            return State.WAIT_SLOT
+            return NO_ROW
         needed = num_tokens if self._whole_prompts else 1
-        return State.WAIT_BUDGET if draft.budget < needed else None
+        return NO_BUDGET if plan.budget < needed else None
 
-    def _private_obstacle(self, request: Request) -> State | None:
+    def _private_obstacle(self, request: Request) -> Obstacle | None:
         """Of a paused request, of a choice whose sibling still computes their prompt, of a grammar being compiled."""
         if request.has_grammar and not request.grammar_ready:
-            return State.WAIT_GRAMMAR
+            return GRAMMAR_COMPILES
         if request.id in self._live.paused_ids:
-            return State.WAIT_POLICY
+            return NOT_YET
         parent = request.fork_of
         if parent is None or parent.state in (State.ENDED, State.OVERSHOOT):
             return None
-        return State.WAIT_POLICY if parent.num_computed < request.prompt_len - 1 else None
+        return NOT_YET if parent.num_computed < request.prompt_len - 1 else None
 
-    def _displace_paused(self, obstacle: State, draft: Draft) -> bool:
+    def _displace_paused(self, obstacle: Obstacle, plan: PlanBuilder) -> bool:
         """Paused requests alone hold what the head of the queue lacks: one of them gives way."""
         rows = self._live.rows
-        idle = not (rows.decodes or rows.prefills or self._live.in_flight or draft.work or draft.pressure)
-        if not rows.paused or not idle or obstacle not in (State.WAIT_KV, State.WAIT_SLOT):
+        idle = not (rows.decodes or rows.prefills or self._live.in_flight or plan.work or plan.pressure)
+        if not rows.paused or not idle or obstacle not in (NO_BLOCKS, NO_ROW):
             return False
-        self._planner.preempter.displace(rows.paused[-1], draft.now_ns)
+        self._planner.preempter.displace(rows.paused[-1], plan.now_ns)
         return True
 
-    def _enter(self, request: Request, draft: Draft, shortest_behind: float) -> State | None:
-        """Give `request` a row, blocks and a chunk; else why not, with nothing changed."""
+    def _enter(self, request: Request, plan: PlanBuilder, shortest_behind: float) -> Obstacle | None:
+        """Give `request` blocks, then a row and a chunk; else why not, with nothing changed."""
         live, parent = self._live, request.fork_of
         swapped = bool(live.cache.swapped_tokens(request))
         spare = self._reserve.blocks()
-        if self._refused == (request, live.cache.num_releases):
-            return State.WAIT_KV  # nothing was freed since it did not fit: its prefix is not looked up again
+        if self._refused == Refusal(request, live.cache.num_releases):
+            return NO_BLOCKS  # nothing was freed since it did not fit: its prefix is not looked up again
         if not self._faults.before_allocate(request, len(request.tokens)):
-            return State.WAIT_KV
-        request.row = live.rows.next_free()
+            return NO_BLOCKS
         fork_at = request.prompt_len - 1
         if parent is not None and fork_at and self._may_fork and live.cache.can_fork(parent, fork_at):
-            num_new = self._fork(parent, request, spare, draft)
+            num_new = self._fork(parent, request, spare, plan)
         else:
             hit, num_copied = self._come_by(request)
             if not swapped and self._is_coming(request, hit):
-                request.row = -1
-                return State.WAIT_POLICY
-            num_new = self._take(
-                request,
-                hit,
-                self._planner.share(len(request.tokens) - hit, draft.budget, shortest_behind),
-                spare,
-                draft,
-            )
+                return NOT_YET
+            wanted = self._planner.share(len(request.tokens) - hit, plan.budget, shortest_behind)
+            num_new = self._take(request, hit, wanted, spare)
             live.counters.host_hits_tokens += num_copied if num_new else 0
         if not num_new:
-            request.row = -1
-            return State.WAIT_KV
+            return NO_BLOCKS
         request.fork_of = None
-        resident = live.enter(request, draft.now_ns, swapped)
+        resident = live.enter(request, plan.now_ns, swapped)
         resident.room = live.cache.room(request)
-        draft.enter.append(_row_enter(resident))
-        self._planner.begin(resident, num_new, draft)
+        plan.enter.append(_row_enter(resident))
+        tables = live.cache.tables(request)
+        plan.edits += [TableEdit(group, resident.row, 0, tuple(table)) for group, table in enumerate(tables)]
+        self._planner.begin(resident, num_new, plan)
         return None
 
     def _come_by(self, request: Request) -> tuple[int, int]:
@@ -253,37 +276,36 @@ class Joiner:
         key = request.block_hashes[index]
         return any(
             r.request.num_computed < end <= r.next_start and r.request.block_hashes[index : index + 1] == [key]
-            for r in (*self._live.rows.prefills, *(r for flight in self._live.in_flight for r in flight.filled))
+            for r in (*self._live.rows.prefills, *(r for step in self._live.in_flight for r in step.filled))
         )
 
-    def _fork(self, parent: Request, request: Request, spare: int, draft: Draft) -> int:
-        """Share the sibling's prompt but for its last token, which the request computes itself."""
+    def _fork(self, parent: Request, request: Request, spare: int, plan: PlanBuilder) -> int:
+        """Share the sibling's prompt but for its last token, which the request computes itself. 0: no block is free."""
         cache, at = self._live.cache, request.prompt_len - 1
         if cache.free_blocks() < spare + 1:
             return 0
-        forked = cache.fork(parent, request, at)
-        more = cache.grow(request, at + 1) if forked is not None else None
-        if forked is None or more is None:
-            cache.release(request)
-            return 0
-        draft.edits += [*forked[0], *more]
-        draft.copies += forked[1]
+        copies = cache.fork(parent, request, at)
+        grown = cache.grow(request, at + 1)
+        assert copies is not None and grown is not None, "a fork takes one block of a group, which was free"
+        plan.copies += copies
         request.num_computed = at
         request.prompt_logprobs = parent.prompt_logprobs[: request.prompt_len - 1]
         self._live.counters.forks += 1
         return 1
 
-    def _take(self, request: Request, hit: int, num_new: int, spare: int, draft: Draft) -> int:
-        """Take what is cached of the request, or kept of it on the host, and blocks for all that is known of it."""
+    def _take(self, request: Request, hit: int, num_new: int, spare: int) -> int:
+        """Take what is cached of the request, or kept of it on the host, and blocks for all that is known of it.
+
+        Returns how many tokens beyond the hit it has blocks for: `num_new`, less where windows are short of them, or 0.
+        """
         cache, known, swapped = self._live.cache, len(request.tokens), self._live.cache.swapped_tokens(request)
         edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         while edits is None and cache.has_windows and num_new > 1 and not self._whole_prompts:
             num_new //= 2
             edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         if edits is None:
-            self._refused = (request, cache.num_releases)
+            self._refused = Refusal(request, cache.num_releases)
             return 0
-        draft.edits += edits
         request.num_computed = hit
         if not request.num_preemptions:
             self._count_hit(request, hit)

@@ -22,7 +22,7 @@ from steelyard.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
-class Flight:
+class PlannedStep:
     """A step that was planned and not committed.
 
     states   what rows turn to when the step before it commits
@@ -46,7 +46,7 @@ class Live:
         self.waiting = WaitingQueue(short_len)
         self.gaps = GapMeter()
         self.counters = Counters()
-        self.in_flight: deque[Flight] = deque()
+        self.in_flight: deque[PlannedStep] = deque()
         self.edits: list[TableEdit] = []  # behind windows, for the next plan
         self.swapping: list[Request] = []  # whose KV the next plan moves to the host
         self.requests: dict[str, dict[int, Request]] = {}
@@ -87,7 +87,7 @@ class Live:
 
         `swap` keeps its KV on the host, if there is room; else it is computed again.
         """
-        assert resident.flight is None, "preempted with a row in flight"
+        assert resident.work_in_flight is None, "preempted with a row in flight"
         request = resident.request
         swapped = swap and self.cache.swap_out(request)
         self.set_state(resident, State.SWAP_OUT if swapped else State.PREEMPTED, now_ns)
@@ -116,7 +116,7 @@ class Live:
         else:
             self.rows.unlist(resident)
             resident.ended = True
-            if resident.flight is None:
+            if resident.work_in_flight is None:
                 self.set_state(resident, State.ENDED, now_ns)
                 self._vacate(resident)
             else:
@@ -127,7 +127,7 @@ class Live:
         """A step with the row of an ended request was committed: what it computed is thrown away."""
         resident.request.num_overshoot += num_tokens
         self.counters.overshoot_tokens += num_tokens
-        if resident.flight is None:
+        if resident.work_in_flight is None:
             self.set_state(resident, State.ENDED, now_ns)
             self._vacate(resident)
 

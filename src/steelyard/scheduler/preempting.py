@@ -30,7 +30,7 @@ class Preempter:
         rows = self._live.rows
         anchor = rows.anchor()
         for candidates in (rows.paused, [*rows.decodes, *rows.prefills]):
-            free = [r for r in candidates if r.flight is None and r is not anchor]
+            free = [r for r in candidates if r.work_in_flight is None and r is not anchor]
             if free:
                 return max(free, key=lambda r: self.key(r.request, now_ns))
         return None

@@ -19,22 +19,21 @@ _by_key = attrgetter("order_key")
 class Resident:
     """A request with a row.
 
-    flight      its work in the latest step that is not committed, or None: optimistic lengths come from here
-    room        positions its block tables hold
-    known_len   tokens known when it entered: while there are no more, its prefill has not ended
-    end_len     length at which it ends; the token at end_len - 1 is never an input
-    swapped_at  where its first work begins if it was swapped; else -1
-    guesser     how its guesses fare (speculation.py), once it has had occasion
-    gap_ns      the gap meter's reading when its current state began
-    is_prefill  known tokens are still to be computed beyond the work in flight
-    ended       the client has its end; it waits for its last step in flight
+    work_in_flight  its part of the latest step that is not committed, or None: optimistic lengths come from here
+    room            positions its block tables hold
+    known_len       tokens known when it entered: while there are no more, its prefill has not ended
+    end_len         length at which it ends; the token at end_len - 1 is never an input
+    swapped_at      where its first work begins if it was swapped; else -1
+    guesser         how its guesses fare (speculation.py), once it has had occasion
+    gap_ns          the gap meter's reading when its current state began
+    is_prefill      known tokens are still to be computed beyond the work in flight
+    ended           the client has its end; it waits for its last step in flight
     """
 
     __slots__ = (
         "end_len",
         "ended",
         "epoch",
-        "flight",
         "gap_ns",
         "guesser",
         "is_prefill",
@@ -46,6 +45,7 @@ class Resident:
         "row",
         "swapped_at",
         "want",
+        "work_in_flight",
     )
 
     def __init__(self, request: Request, row: int, epoch: int) -> None:
@@ -53,7 +53,7 @@ class Resident:
         self.row = row
         self.epoch = epoch
         self.order_key = request.order_key
-        self.flight: RowWork | None = None
+        self.work_in_flight: RowWork | None = None
         self.room = 0
         self.known_len = len(request.tokens)
         self.end_len = request.prompt_len + request.max_tokens
@@ -70,7 +70,7 @@ class Resident:
     @property
     def next_start(self) -> int:
         """The first position not computed by any step, in flight or committed."""
-        work = self.flight
+        work = self.work_in_flight
         return self.request.num_computed if work is None else work.start + work.num_new
 
 
@@ -98,10 +98,6 @@ class Rows:
     def num_running(self) -> int:
         """Residents that have not ended."""
         return len(self.decodes) + len(self.prefills) + len(self.paused)
-
-    def next_free(self) -> int:
-        """The row `enter` will give."""
-        return self._free[-1]
 
     def enter(self, request: Request) -> Resident:
         row = self._free.pop()

@@ -10,8 +10,6 @@ At most two steps are in flight with overlap, one without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from steelyard.cache.manager import CacheManager
 from steelyard.core.request import Event, FinishReason, Request
 from steelyard.core.step import RunnerCaps, StepPlan, StepResult
@@ -24,7 +22,7 @@ from steelyard.scheduler.committing import Committer
 from steelyard.scheduler.joining import Joiner
 from steelyard.scheduler.live import Live
 from steelyard.scheduler.options import Counters, SchedulerOptions
-from steelyard.scheduler.planning import Draft, Planner
+from steelyard.scheduler.planning import PlanBuilder, Planner
 from steelyard.scheduler.policies.fcfs import Fcfs
 from steelyard.scheduler.preempting import Preempter
 from steelyard.scheduler.protocols import Batching, Cost, Faults, Order
@@ -135,20 +133,20 @@ class Scheduler:
         limit = limit if budget is None else min(budget, limit)
         if not self.options.whole_prompts:  # a smaller step would never hold what is not to be computed in parts
             limit = self._order.budget(live.rows.decodes, limit, now_ns)
-        draft = Draft(now_ns, limit)
+        plan = PlanBuilder(now_ns, limit)
         waiting = live.waiting.items
         may_join = self._batching.may_join(waiting, num_running, now_ns) if waiting else 0
-        planner.decodes(draft)
-        planner.prefills(draft, self._joiner.shortest_waiting(may_join))
+        planner.decodes(plan)
+        planner.prefills(plan, self._joiner.shortest_waiting(may_join))
         if waiting:
-            self._joiner.admit(draft, may_join)
-        planner.top_up(draft)
-        flight = planner.finish(draft, self._next_step_id)
-        if flight is None:
+            self._joiner.admit(plan, may_join)
+        planner.top_up(plan)
+        step = planner.finish(plan, self._next_step_id)
+        if step is None:
             return None
-        live.in_flight.append(flight)
+        live.in_flight.append(step)
         self._next_step_id += 1
-        return flight.plan
+        return step.plan
 
     def commit(self, result: StepResult, now_ns: int) -> list[Event]:
         """Take in the result of the oldest step in flight."""
@@ -198,11 +196,6 @@ class Scheduler:
     def counters(self) -> Counters:
         return self._live.counters
 
-    @property
-    def waiting_tenants(self) -> Mapping[str, int]:
-        """How many requests of each tenant wait; only of those that have some."""
-        return self._live.waiting.tenants
-
     def waiting_by_reason(self) -> dict[str, int]:
         return self._live.waiting.by_reason()
 
@@ -242,7 +235,7 @@ class Scheduler:
             if resident is None or resident.paused is paused:
                 continue
             live.rows.set_paused(resident, paused)
-            if resident.flight is None:
+            if resident.work_in_flight is None:
                 live.set_state(resident, State.RESIDENT_UNSCHEDULED, now_ns)
 
     def _sort_again(self, now_ns: int) -> None:
