@@ -63,10 +63,6 @@ class Distance:
     only_b: int
     mcnemar_p: float
 
-    @property
-    def worst_perplexity_ratio(self) -> float:
-        return max((abs(math.log(b.ratio)) for b in self.buckets), default=0.0)
-
 
 def distance(
     scored: Sequence[tuple[Scored, Scored]],
