@@ -231,7 +231,6 @@ def test_tune_advises_every_parameter_and_its_command_parses(capsys: pytest.Capt
         "dtype",
         "kv_cache_dtype",
         "graphs",
-        "capture sizes",
         "tensor_parallel_size",
     } == set(found["advice"])
     assert all(a["value"] and a["reason"] and a["trade"] for a in found["advice"].values())

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from steelyard.plan.captures import Buckets
 from steelyard.plan.device import find_device
+from steelyard.plan.memory import graphs_bytes
 from steelyard.plan.models import find_model
 from steelyard.plan.planner import Options
 from steelyard.plan.report import to_json
@@ -40,3 +42,24 @@ def test_the_worst_gap_is_at_least_every_mean_step() -> None:
     point = plan.capacity.point
     assert point.full_step_s >= point.mixed_step_s > point.step_s > point.decode_step_s
     assert to_json(plan)["capacity"]["worst_gap_ms"] == point.full_step_s * 1e3
+
+
+@pytest.mark.parametrize("rate", [0.2, 5, 20])
+def test_what_is_said_to_be_captured_is_what_the_plan_paid_for_with_the_flags_of_the_command(rate: float) -> None:
+    found = tuned(rate)
+    said = reason(found, "graphs")
+    flags = found.command.split()
+    seqs, tokens = (int(flags[flags.index(f) + 1]) for f in ("--max-num-seqs", "--max-num-batched-tokens"))
+    buckets = Buckets.of_model(found.plan.model.shape, seqs, tokens)
+    assert buckets == found.plan.buckets
+    assert found.plan.budget.graphs_bytes == graphs_bytes(buckets.num_graphs)
+    total, rows, tokens = map(int, re.findall(r"(\d+) (?:are captured|sizes)", said))
+    assert (total, rows, tokens) == (buckets.num_graphs, len(buckets.decode), len(buckets.mixed))
+    for sizes in (buckets.decode, buckets.mixed):
+        assert f"{sizes[0]}, " in said and f", {sizes[-1]})" in said
+
+
+def test_sizes_to_capture_are_no_setting_to_type() -> None:
+    found = tuned()
+    assert not [a.parameter for a in found.advice if "size" in a.parameter and "_size" not in a.parameter]
+    assert "are captured" not in reason(tuned(enforce_eager=True), "graphs")

@@ -20,9 +20,10 @@ from steelyard.core.step import Copy, RowEnter, RowWork, StepPlan, StepResult, T
 from steelyard.kernels.gathered import GatheredAttention
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.step import FrameLayout
+from steelyard.plan.captures import Buckets
 from steelyard.runner import device_runner, start_device
 from steelyard.runner.device_runner import DeviceRunner
-from steelyard.runner.graphs import Buckets, bucket_for
+from steelyard.runner.graphs import bucket_for
 from steelyard.runner.options import RunnerOptions
 from steelyard.runner.start_device import start_device_runner
 from tests.equality import llama_rig

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from steelyard.errors import StartError
 from steelyard.plan.calibration import Calibration, default_calibration
 from steelyard.plan.capacity import Capacity, Change, Price, capacity, price, sensitivity
+from steelyard.plan.captures import NOTHING, Buckets
 from steelyard.plan.costs import Chunk, Setup, decode, prefill
+from steelyard.plan.defaults import ON_GPU
 from steelyard.plan.device import Device
 from steelyard.plan.fit import fit
 from steelyard.plan.formats import kv_dtype_bytes, weight_format
@@ -17,6 +19,7 @@ from steelyard.plan.models import PlannedModel
 from steelyard.plan.records import StepRecord
 from steelyard.plan.roofline import Roofline, StepTime
 from steelyard.plan.service import Limits, Service
+from steelyard.plan.shape import ModelShape
 from steelyard.plan.times import Estimate, Floor, Reach
 from steelyard.plan.workload import Slo, Workload
 
@@ -24,8 +27,6 @@ CONTEXT_BYTES = 850 * MIB
 """Driver context, libraries and allocator of a CUDA process; measured on several cards at 0.5 to 0.9 GiB."""
 COMMUNICATION_BYTES = 256 * MIB
 """Buffers of a rank that talks to others."""
-NUM_GRAPHS = 35
-"""Captured batch sizes: 1, 2, 4, 8, and every 8th up to 256."""
 BATCHES = (1, 8, 32, 128, 256)
 PREFILLS = (256, 1024, 4096)
 
@@ -45,10 +46,10 @@ class Options:
     dtype: str | None = None
     kv_cache_dtype: str = "auto"
     contexts: tuple[int, ...] = ()
-    share: float = 0.9
-    block_size: int = 64
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    share: float = ON_GPU.gpu_memory_utilization
+    block_size: int = ON_GPU.block_size
+    max_num_seqs: int = ON_GPU.max_num_seqs
+    max_num_batched_tokens: int = ON_GPU.max_num_batched_tokens
     enforce_eager: bool = False
     batches: tuple[int, ...] = BATCHES
     load: Workload | None = None
@@ -103,6 +104,7 @@ class Plan:
     options: Options
     setup: Setup
     context_len: int
+    buckets: Buckets
     budget: MemoryBudget
     pools: KvPools
     num_blocks: tuple[int, ...]
@@ -141,7 +143,8 @@ def make_plan(model: PlannedModel, options: Options) -> Plan:
     calibration = fit(roofline, options.records) if options.records else default_calibration(roofline)
     contexts = options.contexts or (_default_context(options.load, shape.max_position),)
     context_len = contexts[0]
-    budget = _memory(model, setup, options)
+    buckets = _buckets(shape, options)
+    budget = _memory(model, setup, options, buckets)
     pools = KvPools.of(shape, options.block_size, kv_bytes, expected_len=context_len, tp=options.tp)
     num_blocks = pools.blocks_at(pools.fit(max(budget.kv_bytes, 0)))
     maker = _Rows(roofline, calibration)
@@ -164,6 +167,7 @@ def make_plan(model: PlannedModel, options: Options) -> Plan:
         options=options,
         setup=setup,
         context_len=context_len,
+        buckets=buckets,
         budget=budget,
         pools=pools,
         num_blocks=num_blocks,
@@ -182,7 +186,14 @@ def _default_context(load: Workload | None, max_position: int) -> int:
     return round(load.whole_len) if load else min(4096, max_position)
 
 
-def _memory(model: PlannedModel, setup: Setup, options: Options) -> MemoryBudget:
+def _buckets(shape: ModelShape, options: Options) -> Buckets:
+    """What the runner would capture."""
+    if options.enforce_eager:
+        return NOTHING
+    return Buckets.of_model(shape, options.max_num_seqs, options.max_num_batched_tokens)
+
+
+def _memory(model: PlannedModel, setup: Setup, options: Options, buckets: Buckets) -> MemoryBudget:
     weights_bytes = setup.shape.weight_bytes(setup.weights, options.tp)
     if options.dtype is None and options.tp == 1 and model.stored_bytes is not None:
         weights_bytes = model.stored_bytes
@@ -193,7 +204,7 @@ def _memory(model: PlannedModel, setup: Setup, options: Options) -> MemoryBudget
         weights_bytes=weights_bytes,
         context_bytes=CONTEXT_BYTES,
         activation_bytes=activation_peak_bytes(setup.shape, tokens, rows, tp=options.tp),
-        graphs_bytes=0 if options.enforce_eager else graphs_bytes(NUM_GRAPHS),
+        graphs_bytes=graphs_bytes(buckets.num_graphs),
         communication_bytes=COMMUNICATION_BYTES if options.tp > 1 else 0,
     )
 

@@ -32,8 +32,8 @@ class Limits:
 
     pools: KvPools
     num_blocks: tuple[int, ...]
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

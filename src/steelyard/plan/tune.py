@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from steelyard.errors import StartError
 from steelyard.plan.capacity import Capacity
+from steelyard.plan.captures import Buckets
 from steelyard.plan.costs import decode
 from steelyard.plan.fragmentation import block_choices
+from steelyard.plan.memory import GIB
 from steelyard.plan.models import PlannedModel
 from steelyard.plan.planner import Options, Plan, make_plan
 from steelyard.plan.service import Service
@@ -79,7 +81,6 @@ def tune(model: PlannedModel, name: str, options: Options) -> Tuned:
         _dtype(plan),
         _kv_dtype(plan),
         _graphs(plan, found),
-        _capture_sizes(plan, seqs),
     )
     words = ["steelyard", "serve", name]
     for line in advice:
@@ -250,20 +251,24 @@ def _graphs(plan: Plan, found: Capacity) -> Advice:
     host_s = LAUNCH_S * KERNELS_PER_LAYER * plan.model.shape.num_layers
     reason = (
         f"a decode step needs {device_s * 1e3:.2f} ms of the device and some {host_s * 1e3:.2f} ms of launches, "
-        f"{host_s / device_s:.0%} of it; a graph launches once"
+        f"{host_s / device_s:.0%} of it; a graph launches once{_captured(plan.buckets)}"
     )
-    trade = "eager: starts faster, saves the graphs' memory, pays every launch"
+    trade = f"eager: starts faster, saves {plan.budget.graphs_bytes / GIB:.1f} GiB of graphs, pays every launch"
     if plan.options.enforce_eager:
         return Advice("graphs", "off", f"as asked for; {reason}", trade, "--enforce-eager")
     return Advice("graphs", "on", reason, trade)
 
 
-def _capture_sizes(plan: Plan, seqs: int) -> Advice:
-    if plan.options.enforce_eager:
-        return Advice("capture sizes", "none", "without graphs nothing is captured", "see graphs")
-    sizes = [1, 2, 4, *range(8, seqs + 1, 8)]
-    shown = ", ".join(str(s) for s in sizes[:5]) + (f", ... every 8th to {sizes[-1]}" if len(sizes) > 5 else "")
-    waste = "a batch is padded by 3.5 rows on average, which is free while reading weights bounds the step"
-    return Advice(
-        "capture sizes", shown, waste, f"more sizes: less padding, {len(sizes)} graphs of some 6 MB to capture"
+def _captured(buckets: Buckets) -> str:
+    """The sizes that a start captures, which follow from other flags: there is none for them."""
+    if not buckets.num_graphs:
+        return ""
+    rows, tokens = (f"{len(s)} sizes ({_listed(s)})" for s in (buckets.decode, buckets.mixed))
+    return (
+        f". {buckets.num_graphs} are captured: {rows} of decode rows, with two ways to sample each, as "
+        f"--max-num-seqs sets them, and {tokens} of tokens of steps with prompt"
     )
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes if len(sizes) <= 6 else (*sizes[:4], "...", sizes[-1])))

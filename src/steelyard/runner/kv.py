@@ -27,8 +27,6 @@ from steelyard.runner.host import HostPool, slots_in
 from steelyard.runner.options import Limits, RunnerOptions
 from steelyard.runner.staging import Staging
 
-DEFAULT_SHARE = {"cpu": 0.3, "cuda": 0.9}
-
 
 class KvPool:
     """One pool a KV group; `layers[i]` are decoder layer i's views."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from steelyard.core.step import RowWork, StepPlan
 from steelyard.models.decoder import Decoder
+from steelyard.plan.captures import Buckets
 from steelyard.runner.device import DeviceStep
 from steelyard.runner.frame import Slot
-from steelyard.runner.graphs import Buckets, Graph
+from steelyard.runner.graphs import Graph
 from steelyard.runner.kv import KvPool
 from steelyard.runner.logprobs import TopLogprobs
 from steelyard.runner.rows import HostRow, Rows

@@ -11,6 +11,7 @@ import torch
 from steelyard.errors import StartError
 from steelyard.kernels.cpu_linear import has_int4
 from steelyard.kernels.kv_fp8 import FP8
+from steelyard.plan.defaults import BY_DEVICE
 
 _log = logging.getLogger(__name__)
 
@@ -132,14 +133,14 @@ def resolve_limits(options: RunnerOptions, device: torch.device, context: int) -
 
     Raises StartError for a --max-model-len beyond it.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, defaults = device.type == "cuda", BY_DEVICE[device.type]
     max_model_len = options.max_model_len or context
     if max_model_len > context:
         raise StartError(
             f"--max-model-len {max_model_len} is more than the model's {context} positions; ask for at most that",
             param="max_model_len",
         )
-    max_batched_tokens = options.max_num_batched_tokens or (8192 if on_gpu else 512)
+    max_batched_tokens = options.max_num_batched_tokens or defaults.max_num_batched_tokens
     if options.whole_prompts and max_batched_tokens < max_model_len:
         if options.max_num_batched_tokens is not None:
             raise StartError(
@@ -150,8 +151,8 @@ def resolve_limits(options: RunnerOptions, device: torch.device, context: int) -
         max_batched_tokens = max_model_len
     return Limits(
         max_model_len=max_model_len,
-        max_rows=options.max_num_seqs or (1024 if on_gpu else 64),
+        max_rows=options.max_num_seqs or defaults.max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        block_size=options.block_size or (64 if on_gpu else 16),
+        block_size=options.block_size or defaults.block_size,
         overlaps=on_gpu if options.overlap is None else options.overlap,
     )

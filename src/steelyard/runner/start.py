@@ -19,9 +19,10 @@ from steelyard.kernels.select import choose_attention
 from steelyard.layers.linear import Place
 from steelyard.models.decoder import Decoder
 from steelyard.models.load import dummy_weights, load_weights
+from steelyard.plan.defaults import BY_DEVICE
 from steelyard.plan.memory import MemoryBudget, activation_peak_bytes
 from steelyard.runner.bounded import bounded_config, model_shape
-from steelyard.runner.kv import DEFAULT_SHARE, KvPool, available_bytes, kv_layout, size_pool
+from steelyard.runner.kv import KvPool, available_bytes, kv_layout, size_pool
 from steelyard.runner.kv_scales import kv_scales
 from steelyard.runner.options import (
     RunnerOptions,
@@ -69,7 +70,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     peak_bytes = activation_peak_bytes(shape, limits.max_batched_tokens, limits.max_rows, max(dtype.itemsize, 4))
     budget = MemoryBudget(
         total_bytes=total_bytes,
-        share=options.gpu_memory_utilization or DEFAULT_SHARE[device.type],
+        share=options.gpu_memory_utilization or BY_DEVICE[device.type].gpu_memory_utilization,
         weights_bytes=decoder.weights_bytes,
         activation_bytes=peak_bytes,
     )

@@ -30,12 +30,14 @@ from steelyard.layers.linear import Place
 from steelyard.models.config import DecoderConfig
 from steelyard.models.decoder import Decoder
 from steelyard.models.load import dummy_weights, load_weights
+from steelyard.plan.captures import NOTHING, Buckets
+from steelyard.plan.defaults import ON_GPU
 from steelyard.plan.memory import MemoryBudget, graphs_bytes
 from steelyard.runner.bounded import bounded_config, model_shape
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.device_runner import DeviceRunner
-from steelyard.runner.graphs import FEW_TOKENS, Buckets, Captures, Graph
-from steelyard.runner.kv import DEFAULT_SHARE, KvPool, kv_layout, size_pool
+from steelyard.runner.graphs import FEW_TOKENS, Captures, Graph
+from steelyard.runner.kv import KvPool, kv_layout, size_pool
 from steelyard.runner.kv_scales import Scales, kv_scales
 from steelyard.runner.launched import Machine
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_limits
@@ -139,7 +141,7 @@ class DeviceStart:
         self.pool_free = self.phases.free_bytes()
         self.slack_bytes = _slack_bytes(self.device)
         total = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0
-        share = self.options.gpu_memory_utilization or DEFAULT_SHARE["cuda"]
+        share = self.options.gpu_memory_utilization or ON_GPU.gpu_memory_utilization
         weights = self.decoder.weights_bytes
         fixed = max(self.free_at_start - self.pool_free - weights, self.step.nbytes)
         return MemoryBudget(
@@ -155,9 +157,8 @@ class DeviceStart:
         """Sizes to capture; none where graphs are off, or where the attention reads sizes on the host."""
         entry = ATTENTION.get(self.backend.attention.name)
         if self.options.enforce_eager or (entry is not None and not entry.captured and self.device.type == "cuda"):
-            return Buckets((), ())
-        elements = sum(t.view.numel() for name, t in self.decoder.targets().items() if ".layers." in name)
-        return Buckets.of(self.limits.max_rows, self.limits.max_batched_tokens, len(self.config.layers), elements)
+            return NOTHING
+        return Buckets.of_model(self.shape, self.limits.max_rows, self.limits.max_batched_tokens)
 
     def capture(self, buckets: Buckets) -> dict[tuple[str, int], Graph]:
         """Largest first, all in one pool of memory."""
@@ -177,13 +178,12 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     """A runner with fixed buffers and graphs. Raises StartError (CheckpointError for the model's files)."""
     start = DeviceStart(checkpoint, options)
     limits, phases, buckets = start.limits, start.phases, start.buckets()
-    num_graphs = len(buckets.mixed) + 3 * len(buckets.decode)
     with phases("KV scales"):
         start.find_scales()
     with phases("kernels"):
         start.compile()
     with phases("largest step"):
-        budget = start.budget(num_graphs)
+        budget = start.budget(buckets.num_graphs)
     with phases("KV pool"):
         num_blocks = size_pool(start.shape, options, limits, budget, start.kv_dtype.itemsize)
         kv = start.pool(num_blocks)
