@@ -14,6 +14,7 @@ from steelyard.errors import StartError
 from steelyard.plan.calibration import Calibration
 from steelyard.plan.costs import Setup
 from steelyard.plan.device import find_device
+from steelyard.plan.explain import CONSTRAINTS
 from steelyard.plan.fit import Errors, evaluate, fit
 from steelyard.plan.formats import kv_dtype_bytes, weight_format
 from steelyard.plan.fragmentation import (
@@ -140,7 +141,10 @@ def _compared(plan: Plan) -> dict[str, str]:
         found["devices"] = str(seen.replicas * plan.setup.tp)
         found["TTFT p90 ms"] = f"{seen.latency.ttft_p90_s * 1e3:.1f}"
         found["TPOT ms"] = f"{seen.latency.tpot_s * 1e3:.2f}"
-        found["binds"] = seen.constraints[0].name
+        found["worst gap ms"] = f"{seen.point.full_step_s * 1e3:.1f}"
+        found["binds"] = CONSTRAINTS[seen.constraints[0].name]
+        if plan.price is not None:
+            found["per million in / out"] = f"{plan.price.per_million_input:.4g} / {plan.price.per_million_output:.4g}"
     return found
 
 

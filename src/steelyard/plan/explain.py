@@ -176,11 +176,13 @@ def _load_lines(plan: Plan, found: Capacity) -> list[tuple[str, str, str]]:
     load, point = found.load, found.point
     limit, rate, steps = found.replica_capacity, found.replica_rate, load.decode_steps
     many = f"{found.replicas} x {plan.setup.tp} devices" if plan.setup.tp > 1 else f"{found.replicas}"
-    needs = f"ceil({load.rate:g} requests/s / {limit:.3g} requests/s that one serves within the targets)"
+    within = "within the targets" if found.slo.ttft_s or found.slo.tpot_s else "(no --ttft and no --tpot to keep)"
+    needs = f"ceil({load.rate:g} requests/s / {limit:.3g} requests/s that one serves)"
     little = f"rate x decode steps x time per token = {point.rate:.3g} x {steps:g} x {point.tpot_s:.4g} s"
     return [
+        ("one replica serves", f"{limit:.3g} requests/s {within}", _ladder(found)),
         ("replicas", many, needs),
-        ("utilisation", f"{found.utilisation:.0%}", f"{rate:.3g} / {limit:.3g} requests/s a replica"),
+        ("utilisation", f"{found.utilisation:.0%} of what they serve", f"{rate:.3g} / {limit:.3g} requests/s"),
         ("running batch", f"{point.decoding:.1f}", f"{little}; found as a fixed point"),
         ("KV in use", f"{found.kv_share:.0%}", "requests in flight over sequences of their mean length that fit"),
     ]
@@ -192,10 +194,16 @@ def _latency_lines(found: Capacity) -> list[tuple[str, str, str]]:
     own = f"{point.chunks_per_prompt:.3g} steps of {mixed:.1f} ms, and half a step until they begin"
     ttft = " / ".join(f"{t * 1e3:.1f}" for t in (seen.ttft_s, seen.ttft_p90_s, seen.ttft_p99_s))
     formula = f"queue {seen.wait_s * 1e3:.2f} ms + prefill {point.prefill_s * 1e3:.1f} ms ({own})"
-    lines = [("TTFT mean / p90 / p99", f"{ttft} ms", formula)]
+    slo = found.slo
+    target = f"; target {slo.ttft_s * 1e3:g} ms for {slo.attainment:.0%} of requests" if slo.ttft_s else ""
+    lines = [("TTFT mean / p90 / p99", f"{ttft} ms{target}", formula)]
     if steps:
         formula = f"mean step: {alone:.2f} ms decoding alone, {mixed:.2f} ms beside a prompt; prompts take "
-        lines.append(("TPOT", f"{seen.tpot_s * 1e3:.2f} ms", formula + f"{point.prefill_share:.0%} of the device"))
+        target = f"; target {slo.tpot_s * 1e3:g} ms" if slo.tpot_s else ""
+        tpot = f"{seen.tpot_s * 1e3:.2f} ms{target}"
+        lines.append(("TPOT", tpot, formula + f"{point.prefill_share:.0%} of the device"))
+        worst = f"{point.full_step_s * 1e3:.2f} ms"
+        lines.append(("worst gap", worst, "between two tokens of a request: a step whose token budget prompts fill"))
     lines.append(("E2E mean", f"{seen.e2e_s:.3g} s", f"TTFT + {steps:g} x TPOT"))
     return lines
 
@@ -211,17 +219,30 @@ def _throughput_lines(found: Capacity) -> list[tuple[str, str, str]]:
     return [
         ("output", output, f"requests served x {load.output_len:g}, all replicas"),
         ("goodput", f"{found.goodput:.3g} requests/s", met),
-        ("binds", _binds(found), _ladder(found)),
+        ("binds", _binds(found), "the limit that allows the smallest rate; removing it helps up to the next one's"),
         ("knee", f"batch {found.knee_batch:,}", knee),
         ("Little's law", f"off by {seen.little.residual:.1e}", law),
     ]
 
 
+CONSTRAINTS = {
+    "kv_memory": "KV memory",
+    "max_num_seqs": "--max-num-seqs",
+    "tpot": "the TPOT target",
+    "ttft": "the TTFT target",
+    "device_time": "device time",
+}
+"""What binds, in words, by the name that programs read."""
+
+
 def _binds(found: Capacity) -> str:
-    names = [c.name for c in found.constraints]
-    return f"{names[0]}, then {names[1]}" if len(names) > 1 else names[0]
+    first, *rest = found.constraints
+    words = (
+        f"{CONSTRAINTS[first.name]}, at {first.rate:.3g} requests/s a replica and {first.decoding:.0f} rows decoding"
+    )
+    return f"{words}; next {CONSTRAINTS[rest[0].name]}, at {rest[0].rate:.3g}" if rest else words
 
 
 def _ladder(found: Capacity) -> str:
-    rates = ", ".join(f"{c.name} {c.rate:.3g}" for c in found.constraints)
-    return f"requests/s a replica that each limit alone allows: {rates}"
+    rates = ", ".join(f"{CONSTRAINTS[c.name]} {c.rate:.3g}" for c in found.constraints)
+    return f"the smallest of what each limit alone allows: {rates}"

@@ -9,6 +9,7 @@ from steelyard.errors import StartError
 from steelyard.plan.capacity import Capacity
 from steelyard.plan.captures import Buckets
 from steelyard.plan.costs import decode
+from steelyard.plan.explain import CONSTRAINTS
 from steelyard.plan.fragmentation import block_choices
 from steelyard.plan.memory import GIB
 from steelyard.plan.models import PlannedModel
@@ -216,7 +217,7 @@ def _dtype(plan: Plan) -> Advice:
 
 
 def _kv_dtype(plan: Plan) -> Advice:
-    binding = plan.capacity.constraints[0].name if plan.capacity else ""
+    binding = CONSTRAINTS[plan.capacity.constraints[0].name] if plan.capacity else ""
     gain = _gain(plan, kv_cache_dtype="fp8") if plan.setup.kv_dtype_bytes == 2 else None
     reason = f"{binding} binds"
     if gain is not None:
