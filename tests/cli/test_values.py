@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from steelyard.cli import values
+from steelyard.cli.bench_serve import targets
 from steelyard.cli.main import COMMANDS, main
 from steelyard.cli.parser import Misuse, Parser
 
@@ -32,6 +33,13 @@ from steelyard.cli.parser import Misuse, Parser
         (values.wholes(1), {"8": (8,), "1,2": (1, 2)}, ("x", "0", "1,", "1,,2", "")),
         (values.whole(), {"-3": -3}, ("x", "1.5")),
         (values.real(), {"-3": -3.0}, ("inf", "-inf", "nan", "x")),
+        (
+            values.span("ms"),
+            {"500": 500.0, "500ms": 500.0, "0.5s": 500.0, "80us": 0.08, " 2m ": 120e3},
+            ("0", "-1", "1h", ""),
+        ),
+        (values.span("s"), {"0.5": 0.5, "500ms": 0.5, ".5 s": 0.5}, ("0ms", "nan", "inf", "ms")),
+        (targets, {"ttft:500 e2el:9s": {"ttft_ms": 500.0, "e2e_ms": 9000.0}}, ("ttft", "ttft:1h", "itl:5")),
         (values.json_object, {'{"a": 1}': {"a": 1}}, ("x", "[1]")),
     ],
 )
@@ -81,6 +89,8 @@ def test_where_nothing_can_be_written_or_read_is_said(tmp_path: Path) -> None:
         ("bench sweep --search --goodput ttft:500 --attainment 1", "no number of requests shows that"),
         ("explain --svg /tmp/x.svg", "--svg: draws what --timeline prints"),
         ("diagnose http://h:1 --plan-model smollm2", "--plan-device is missing: --plan-model means nothing without it"),
+        ("diagnose http://h:1 --ttft 1h --tpot 50", "--ttft: must be a time above 0, such as 500ms or 0.5s, got '1h'"),
+        ("bench serve --goodput ttft:x --num-prompts 1", "--goodput: must be ttft:TIME, tpot:TIME or e2el:TIME"),
         ("diagnose http://h:1 --tpot 50", "--ttft is missing"),
         ("ablate smollm2 --knob dtype --plan-device H200", "--plan-model is missing"),
         ("plan llama-3-8b --to device=H100", "--to is read by `steelyard plan compare MODEL` only"),
@@ -97,7 +107,7 @@ def test_where_nothing_can_be_written_or_read_is_said(tmp_path: Path) -> None:
         ("serve --allowed-origins [x", "--allowed-origins: must be an origin or a JSON list of them, got '[x'"),
         ("serve --kv-cache-memory-bytes 3q", "--kv-cache-memory-bytes: must be bytes, or a number with MiB"),
         ("bench kernels --lengths 1,x", "--lengths: must be whole numbers of at least 1 with commas between"),
-        ("plan llama-3-8b --ttft x", "--ttft: must be a time such as 500ms or 0.5s, got 'x'"),
+        ("plan llama-3-8b --ttft x", "--ttft: must be a time above 0, such as 500ms or 0.5s, got 'x'"),
         ("keys hsh", "steelyard keys: ACTION: must be one of new, hash, got 'hsh'; did you mean hash?"),
         ("bench", "steelyard bench: missing: BENCH ("),
         (

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.diagnose.knobs import ELSEWHERE, KNOBS, advice
 from steelyard.diagnose.observation import Observation
 from steelyard.diagnose.sources import read_report
-from steelyard.diagnose.verdict import diagnose
+from steelyard.diagnose.verdict import NOTHING_RAN, diagnose
 from steelyard.errors import InvalidRequest
+from steelyard.plan.gain import KNOBS as GAINS
 
 CALM = Observation("t", running=10, waiting=0, max_num_seqs=64, kv_usage=0.3, preemptions_per_s=0.0, attainment=1.0)
 CASES = {
@@ -98,3 +100,78 @@ def test_a_late_p99_alone_is_no_verdict_on_the_client() -> None:
     assert found.verdict != "client"
     held = replace(seen, in_flight=63.0)
     assert diagnose(held).verdict == "client"
+
+
+BEHIND_ITS_FLOOR = CASES["host"]
+ON_CPU = {"attention_backend": "cpu", "enforce_eager": "False", "async_scheduling": "False"}
+
+
+def test_a_device_that_computes_all_the_time_is_never_bound_by_its_host() -> None:
+    found = diagnose(replace(BEHIND_ITS_FLOOR, busy=0.97))
+    assert (found.verdict, found.also) == ("device", ())
+    assert found.runner_up is not None and found.runner_up.name == "host"
+    assert "it waits for no host" in found.text()
+    assert diagnose(replace(BEHIND_ITS_FLOOR, busy=0.3)).verdict == "host"
+
+
+def test_only_a_knob_that_this_server_can_turn_is_named() -> None:
+    asked: list[str] = []
+
+    def gain(flag: str, o: Observation) -> str:
+        asked.append(flag)
+        return f"so much by {flag}"
+
+    for settings, knob in (
+        ({}, "CUDA graphs (leave out --enforce-eager), or --async-scheduling"),
+        ({"enforce_eager": "True", "async_scheduling": "True"}, "CUDA graphs (leave out --enforce-eager)"),
+        ({"enforce_eager": "False", "async_scheduling": "False"}, "--async-scheduling"),
+        (ON_CPU, ELSEWHERE["host"]),
+    ):
+        found = diagnose(replace(BEHIND_ITS_FLOOR, settings=settings), gain)
+        assert found.finding is not None and found.finding.knob == knob
+        assert (found.predicted is None) == ("CUDA graphs" not in knob), "a gain is of the knob that is named"
+    assert asked == ["enforce_eager", "enforce_eager"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "settings", "gone"),
+    [
+        ("KV capacity", {"kv_cache_dtype": "fp8"}, "8-bit"),
+        ("KV capacity", {"attention_backend": "sdpa", "kv_cache_dtype": "auto"}, "8-bit"),
+        ("decode bandwidth", {"kv_cache_dtype": "fp8"}, "KV"),
+        ("prefill compute", {"enable_prefix_caching": "True"}, "prefix caching"),
+        ("device", {"enable_prefix_caching": "True"}, "prefix caching"),
+        ("fragmentation", {"kv_allocation": "paged"}, "paged"),
+    ],
+)
+def test_what_is_turned_already_is_not_advised(verdict: str, settings: dict[str, str], gone: str) -> None:
+    before, after = (diagnose(replace(CASES[verdict], settings=s)).finding for s in ({}, settings))
+    assert before is not None and after is not None
+    assert gone in before.knob or verdict == "fragmentation"
+    assert after.knob and gone not in after.knob
+
+
+def test_every_verdict_has_something_to_try_whatever_the_settings_say() -> None:
+    worst = {
+        **ON_CPU, "kv_cache_dtype": "fp8", "enable_prefix_caching": "True", "kv_allocation": "paged",
+    }  # fmt: skip
+    for verdict, knobs in KNOBS.items():
+        assert all(advice(verdict, settings)[0] for settings in ({}, ON_CPU, worst)), verdict
+        assert {k.flag for k in knobs} - {""} <= set(GAINS), verdict
+
+
+def test_a_server_without_work_is_said_to_have_had_none() -> None:
+    idle = Observation(
+        "t", running=0, waiting=0, max_num_seqs=64, output_tokens_per_s=0.0, input_tokens_per_s=0.0, busy=0.0
+    )
+    found = diagnose(idle, slo_ms=(500.0, 50.0))
+    assert found.text() == f"Binding: {NOTHING_RAN}\n"
+    for some in ({"running": 0.1}, {"output_tokens_per_s": 2.0}, {"waiting": 1.0}):
+        assert "no request ran" not in diagnose(replace(idle, **some)).verdict
+    assert "no request ran" not in diagnose(Observation("t", waiting=0.0)).verdict, "what was not read is not zero"
+
+
+def test_targets_without_times_are_said_to_be_unanswered() -> None:
+    found = diagnose(replace(CALM, tpot_s=0.01), slo_ms=(500.0, 50.0))
+    assert found.stage is None and found.unread[-1].startswith("TTFT, so no stage")
+    assert diagnose(replace(CALM, tpot_s=0.01)).unread == ()

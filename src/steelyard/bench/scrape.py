@@ -26,6 +26,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
     "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    "ttft_s": ("vllm:time_to_first_token_seconds_sum", "sglang:time_to_first_token_seconds_sum"),
+    "first_tokens": ("vllm:time_to_first_token_seconds_count", "sglang:time_to_first_token_seconds_count"),
     "queue_s": ("vllm:request_queue_time_seconds_sum",),
     "prefill_s": ("vllm:request_prefill_time_seconds_sum",),
     "decode_s": ("vllm:request_decode_time_seconds_sum",),

@@ -12,14 +12,13 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.values import above, json_object, new_folder, old_file, real, together, url, whole
+from steelyard.cli.values import above, json_object, new_folder, old_file, real, span, together, url, whole
 from steelyard.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from steelyard.bench.arrivals import Arrivals
     from steelyard.bench.clients import Server
     from steelyard.bench.load import Progress
-    from steelyard.bench.record import Slo
     from steelyard.bench.session import RunOptions, RunResult, Work
 
 
@@ -104,7 +103,14 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=whole(0), metavar="N", help="requests before, of every group, not measured (default: as slots)"
     )
     add("--client-processes", type=whole(1), default=1, metavar="N", help="to send from")
-    add("--goodput", action="append", default=[], metavar="NAME:MS", help="ttft, tpot or e2el, such as ttft:500")
+    add(
+        "--goodput",
+        type=targets,
+        action="append",
+        default=[],
+        metavar="NAME:TIME",
+        help="ttft, tpot or e2el: ttft:500ms",
+    )
     add("--seed", type=whole(0), default=0, help="of prompts, lengths and arrivals")
 
 
@@ -255,24 +261,26 @@ def _vocabulary(args: argparse.Namespace) -> tuple[Any, Any]:
     return Vocabulary(0, high, tokenizer.special_ids), lambda text: len(tokenizer.encode(text))
 
 
-def parse_slo(words: Sequence[str]) -> Slo:
-    """`ttft:500 tpot:50 e2el:9000`, in milliseconds. Raises InvalidRequest."""
-    from steelyard.bench.record import Slo
+_TARGETS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "e2e_ms", "e2e": "e2e_ms"}
 
+
+def targets(text: str) -> dict[str, float]:
+    """`ttft:500 tpot:50ms e2el:9s` by the names of Slo, in milliseconds, which plain numbers are in."""
     found: dict[str, float] = {}
-    names = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "e2e_ms", "e2e": "e2e_ms"}
-    for word in " ".join(words).split():
+    for word in text.split():
         name, _, value = word.partition(":")
         try:
-            found[names[name]] = float(value)
-        except (KeyError, ValueError):
-            raise InvalidRequest(f"--goodput must be ttft:MS, tpot:MS or e2el:MS, got {word!r}") from None
-    return Slo(**found)
+            found[_TARGETS[name]] = span("ms")(value)
+        except (KeyError, argparse.ArgumentTypeError):
+            shape = "must be ttft:TIME, tpot:TIME or e2el:TIME, such as ttft:500ms (a plain number: ms)"
+            raise argparse.ArgumentTypeError(f"{shape}, got {word!r}") from None
+    return found
 
 
 async def run_options(args: argparse.Namespace, work: Work) -> RunOptions:
     """How the run is judged: targets, the physical floor, the self-test at about the run's own rate."""
     from steelyard.bench.floor import floor_tpot_ms, roofline_of
+    from steelyard.bench.record import Slo
     from steelyard.bench.selftest import EchoLoad, self_test
     from steelyard.bench.session import RunOptions
 
@@ -287,7 +295,7 @@ async def run_options(args: argparse.Namespace, work: Work) -> RunOptions:
         load = EchoLoad(min(rate, 500.0), events=32, processes=args.client_processes)
         test = (await self_test(load)).as_json()
     return RunOptions(
-        slo=parse_slo(args.goodput),
+        slo=Slo(**{name: ms for words in args.goodput for name, ms in words.items()}),
         processes=args.client_processes,
         floor_tpot_ms=floor,
         selftest=test,

@@ -6,14 +6,16 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.cli.values import above, old_file, together, whole
+from steelyard.cli.values import above, old_file, span, together, whole
 from steelyard.errors import InvalidRequest, reason
 
 if TYPE_CHECKING:
+    from steelyard.bench.scrape import ServerSide
     from steelyard.diagnose.observation import Observation
     from steelyard.diagnose.verdict import Gain
     from steelyard.plan.gain import Running
@@ -27,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=whole(1), metavar="N", help="the server's cap, where it does not say")
     add("--plan-model", metavar="MODEL", help="with --plan-device: step times against the device's floor")
     add("--plan-device", metavar="DEVICE", help="its name, or a .toml file of `steelyard plan --measure`")
-    add("--ttft", type=above(0), metavar="MS", help="target, with --tpot: which stage of a request misses it")
-    add("--tpot", type=above(0), metavar="MS", help="target for each further token")
+    add("--ttft", type=span("ms"), metavar="TIME", help="target, such as 500ms (plain: ms): which stage misses it")
+    add("--tpot", type=span("ms"), metavar="TIME", help="target for each further token, with --ttft")
     add("--prompts", type=old_file, metavar="FILE", help="JSON Lines of prompts: see where shared prefixes break")
     add("--prefixes", action="store_true", help="the same of a server's last prompts, by hashes it tells an operator")
     add("--api-key", metavar="KEY", help="an operator's, where the server asks for one")
@@ -67,22 +69,10 @@ def _diagnose(args: argparse.Namespace) -> None:
     print(json.dumps(asdict(found)) if args.json else found.text())
 
 
-_KNOBS = {
-    "sequence cap": "max_num_seqs",
-    "KV capacity": "kv_cache_dtype",
-    "prefill compute": "enable_prefix_caching",
-    "decode bandwidth": "dtype",
-    "host": "enforce_eager",
-    "interference": "max_num_batched_tokens",
-    "fragmentation": "block_size",
-}
-"""A verdict, and the flag whose gain plan can tell."""
-
-
 def _gain(args: argparse.Namespace) -> Gain:
-    """What plan predicts of a verdict's knob; nothing without a model and a device, or where too little was read."""
+    """What plan predicts of turning a flag; nothing without a model and a device, or where too little was read."""
     if not (args.plan_model and args.plan_device):
-        return lambda name, seen: None
+        return lambda flag, seen: None
     from steelyard.bench.floor import roofline_of
     from steelyard.plan.calibration import default_calibration
     from steelyard.plan.gain import gain
@@ -90,9 +80,9 @@ def _gain(args: argparse.Namespace) -> Gain:
     roofline = roofline_of(args.plan_model, args.plan_device)
     calibration = default_calibration(roofline)
 
-    def predicted(name: str, seen: Observation) -> str | None:
+    def predicted(flag: str, seen: Observation) -> str | None:
         running = _running(seen)
-        found = gain(_KNOBS[name], roofline, calibration, running) if running and name in _KNOBS else None
+        found = gain(flag, roofline, calibration, running) if running else None
         return None if found is None else found.text
 
     return predicted
@@ -131,9 +121,8 @@ def _with_floor(args: argparse.Namespace, seen: Observation) -> Observation:
 async def _watch(args: argparse.Namespace) -> Observation:
     """Watch a server's counters for a while. Raises InvalidRequest if it has none."""
     from steelyard.bench.http import HttpClient
-    from steelyard.bench.scrape import Scraper, fetch, mean_of
+    from steelyard.bench.scrape import Scraper, fetch
     from steelyard.bench.server_facts import server_facts
-    from steelyard.diagnose.observation import Observation
 
     client = HttpClient(args.source, time.perf_counter_ns, args.api_key)
     try:
@@ -151,31 +140,42 @@ async def _watch(args: argparse.Namespace) -> Observation:
         _check_device(args, facts.get("config", {}))
     finally:
         client.close()
-    ended, generated = side.delta("requests_ended"), side.delta("generation_tokens")
+    return observed(args.source, side, facts.get("config", {}), seconds)
+
+
+def observed(source: str, side: ServerSide, settings: Mapping[str, str], seconds: float) -> Observation:
+    """What a server's counters say of the seconds between two pages. Times are means over the requests of that span."""
+    from steelyard.bench.scrape import mean_of
+    from steelyard.diagnose.observation import Observation
+
+    ended, generated, computed = (side.delta(w) for w in ("requests_ended", "generation_tokens", "prompt_tokens"))
     gauges = {word: mean_of(side.series(word)) for word in ("running", "waiting", "kv_usage")}
     per = {word: _each(side.delta(word), ended) for word in ("queue_s", "prefill_s", "decode_s")}
-    length = _each(generated, ended)
-    cap = facts.get("config", {}).get("max_num_seqs")
-    absent = [word for word, value in gauges.items() if value is None]
+    length, cap = _each(generated, ended), settings.get("max_num_seqs")
+    tpot_s = _each(per["decode_s"], length - 1 if length and length > 1 else None)
+    ttft_s = _each(side.delta("ttft_s"), side.delta("first_tokens"))
+    unread = [f"{word}: the server has no such metric" for word, value in gauges.items() if value is None]
     return Observation(
-        source=args.source,
+        source=source,
         achieved_rate=_each(ended, seconds),
         running=gauges["running"],
         waiting=gauges["waiting"],
         kv_usage=gauges["kv_usage"],
         kv_usage_max=max((v for _, v in side.series("kv_usage")), default=None),
-        max_num_seqs=int(cap) if cap is not None else None,
+        max_num_seqs=int(cap) if cap else None,
         preemptions_per_s=_each(side.delta("preemptions"), seconds),
-        input_tokens_per_s=_each(side.delta("prompt_tokens"), seconds),
+        input_tokens_per_s=_each(computed, seconds),
         output_tokens_per_s=_each(generated, seconds),
         output_len=length,
-        input_len=_each(side.delta("prompt_tokens"), ended),
-        tpot_s=_each(per["decode_s"], length - 1 if length and length > 1 else None),
+        input_len=_each(computed, ended),
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
         queue_s=per["queue_s"],
         prefill_s=per["prefill_s"],
         decode_s=per["decode_s"],
         busy=_share(side.delta("device_s"), seconds),
-        unread=tuple(f"{word}: the server has no such metric" for word in absent),
+        settings=settings,
+        unread=tuple(unread),
     )
 
 
@@ -189,10 +189,10 @@ def _why_no_page(status: int | None, text: str) -> str:
 
 def _check_device(args: argparse.Namespace, config: dict[str, str]) -> None:
     """A floor of another kind of device than the server's says nothing. Raises InvalidRequest."""
+    from steelyard.diagnose.knobs import on_cpu
     from steelyard.plan.device import DEVICES, find_device
 
-    on_cpu = "cpu" in (config.get("device"), config.get("attention_backend"), config.get("attention"))
-    if on_cpu and args.plan_device and find_device(args.plan_device).name.lower() in DEVICES:
+    if on_cpu(config) and args.plan_device and find_device(args.plan_device).name.lower() in DEVICES:
         raise InvalidRequest(
             f"--plan-device {args.plan_device}: the server runs on a CPU; measure it with `steelyard plan --measure "
             "--save mine.toml` there and give that file",

@@ -1,4 +1,4 @@
-"""Types of flags' values, shared by all commands: numbers in a range, a server's address, where a file may be written.
+"""Types of flags' values, shared by all commands: numbers in a range, times, addresses, where a file may be written.
 
 Each is given to argparse as `type=`. What does not fit raises argparse.ArgumentTypeError, which the parser prints with
 the flag's name, before anything is measured or loaded.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidRequest
+
+_SPAN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m)?", re.ASCII)
+_UNITS_NS = {"us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9}
 
 
 def whole(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
@@ -66,6 +70,19 @@ def above(limit: float, most: float | None = None) -> Callable[[str], float]:
             upper = "" if most is None or most == math.inf else f" and at most {most:g}"
             raise argparse.ArgumentTypeError(f"must be a number above {limit:g}{upper}, got {text}")
         return value
+
+    return parse
+
+
+def span(plain: str) -> Callable[[str], float]:
+    """`500ms`, `0.5s`, `2m`, `80us`: an amount of time above 0, in units of `plain`, which a bare number has too."""
+
+    def parse(text: str) -> float:
+        match = _SPAN.fullmatch(text.strip())
+        ns = float(match[1]) * _UNITS_NS[match[2] or plain] if match else 0.0
+        if not 0.0 < ns < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a time above 0, such as 500ms or 0.5s, got {text!r}")
+        return ns / _UNITS_NS[plain]
 
     return parse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -25,6 +26,7 @@ class Observation:
     stalls_with_prefill         share of the long gaps in which the step had prompt tokens
     free_but_failed             allocations refused although blocks were free
     attainment                  share that met its targets
+    settings                    what the server says it runs with, as words; empty: it does not say
     source                      where the numbers come from; unread: what could not be read, and why
     """
 
@@ -61,6 +63,7 @@ class Observation:
     stalls_with_prefill: float | None = None
     free_but_failed: float | None = None
     attainment: float | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = field(default_factory=tuple)
 
     @property

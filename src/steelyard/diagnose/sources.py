@@ -76,6 +76,7 @@ def from_ours(report: Json, max_num_seqs: int | None = None, floor_step_s: float
         busy=server["device_s"] / seconds if server.get("device_s") is not None and seconds else None,
         floor_step_s=floor_step_s,
         attainment=window.get("attainment"),
+        settings=config,
         unread=tuple(unread),
     )
 

@@ -9,7 +9,10 @@ from steelyard.diagnose.observation import Observation
 from steelyard.diagnose.rules import DEVICE_BUSY, RULES, Finding
 
 Gain = Callable[[str, Observation], str | None]
-"""What plan predicts of a verdict's knob, in words; None where it cannot say."""
+"""What plan predicts of turning a flag (one of plan.gain.KNOBS), in words; None where it cannot say."""
+
+
+NOTHING_RAN = "nothing: no request ran in the time that was looked at; send load, and look again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,10 @@ class Diagnosis:
         return "\n".join(lines) + "\n"
 
 
-def diagnose(o: Observation, gain: Gain = lambda name, o: None, slo_ms: tuple[float, float] | None = None) -> Diagnosis:
+def diagnose(o: Observation, gain: Gain = lambda flag, o: None, slo_ms: tuple[float, float] | None = None) -> Diagnosis:
     """Weigh every rule. `slo_ms`: targets of TTFT and TPOT, for the stage rules."""
+    if _nothing_ran(o):
+        return Diagnosis(NOTHING_RAN, None, None, None, (), None, (), (), None)
     findings = [f for rule in RULES if (f := rule(o)) is not None]
     holding = sorted((f for f in findings if f.holds), key=_strength, reverse=True)
     others = sorted((f for f in findings if not f.holds), key=lambda f: f.score, reverse=True)
@@ -70,6 +75,7 @@ def diagnose(o: Observation, gain: Gain = lambda name, o: None, slo_ms: tuple[fl
         first, margin = None, None
         next_best = others[0] if others else None
         verdict = "nothing: not saturated" if _idle(o) else "not decided: no rule has its evidence"
+    stage = stage_of(o, slo_ms) if slo_ms is not None else None
     capped = [f for f in others if f.name == "client" and f.score >= 1.0]
     return Diagnosis(
         verdict=verdict,
@@ -77,10 +83,10 @@ def diagnose(o: Observation, gain: Gain = lambda name, o: None, slo_ms: tuple[fl
         runner_up=next_best,
         margin=margin,
         also=(*holding[1:], *capped),
-        stage=stage_of(o, slo_ms) if slo_ms is not None else None,
-        unread=o.unread,
+        stage=stage,
+        unread=o.unread if stage is not None or slo_ms is None else (*o.unread, _no_stage(o)),
         doubts=doubts(o),
-        predicted=gain(first.name, o) if first is not None else None,
+        predicted=gain(first.flag, o) if first is not None and first.flag else None,
     )
 
 
@@ -91,6 +97,12 @@ def _strength(finding: Finding) -> tuple[bool, bool, float]:
     """
     structural = finding.name in ("client", "sequence cap", "KV capacity", "fragmentation")
     return structural, finding.name != "device", finding.score
+
+
+def _nothing_ran(o: Observation) -> bool:
+    """Shown to have had no work at all: then no rule has anything to weigh, and none comes next."""
+    worked = (o.running, o.waiting, o.output_tokens_per_s, o.input_tokens_per_s, o.achieved_rate, o.busy)
+    return o.running is not None and o.output_tokens_per_s is not None and not any(worked)
 
 
 def _idle(o: Observation) -> bool:
@@ -112,6 +124,12 @@ def doubts(o: Observation) -> tuple[str, ...]:
     if o.kv_usage == 0.0 and (o.decoding or 0.0) >= 1.0:
         found.append("KV in use is 0 while sequences run: the metric was renamed or is absent, and read as zero")
     return tuple(found)
+
+
+def _no_stage(o: Observation) -> str:
+    """Why there is no stage although targets were given."""
+    missing = [name for name, value in (("TTFT", o.ttft_s), ("TPOT", o.tpot_s)) if value is None]
+    return f"{' and '.join(missing)}, so no stage: no request told in the time looked at, or the source does not"
 
 
 def stage_of(o: Observation, slo_ms: tuple[float, float]) -> Stage | None:
