@@ -140,6 +140,18 @@ def test_a_set_is_one_table_with_prefill_and_decode_apart_and_each_step_attribut
     assert result.as_json()["arms"][2]["figures"]["decode: TPOT p50, ms"] == [1.0, 1.0, 1.0]
 
 
+def test_a_page_is_good_news_only_where_a_change_is_decided() -> None:
+    a, b = arms()
+    for num_pairs, css, said in ((3, "pass", "of 1 changes, 1 decided"), (2, "warn", "of 1 changes, none decided")):
+        found = compare(BLOCK, a[:num_pairs], b[:num_pairs])
+        shown = page([found], [], {str(i): r for i, r in enumerate([*a[:num_pairs], *b[:num_pairs]])})
+        assert f'class="verdict {css}"' in shown and said in shown
+        assert found.decides == (num_pairs == 3)
+        assert (" (-) | no |" in knobs_markdown([found])) == (num_pairs == 2)
+    assert any("2 pairs: at least 3" in why for why in compare(BLOCK, a[:2], b[:2]).void)
+    assert not compare(BLOCK, *arms(valid=False)).decides, "what may not be quoted decides nothing"
+
+
 def test_plan_expects_what_arithmetic_says() -> None:
     roofline = roofline_of("llama-3.1-8b", "H200")
     model = roofline, default_calibration(roofline)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from steelyard.bench.ablate_text import relative
-from steelyard.bench.repeats import paired, repeats
+from steelyard.bench.repeats import Change, paired, repeats
 from steelyard.bench.stats import mean_interval
 from steelyard.bench.sweep import Point, rates_between, search_capacity
 from steelyard.errors import InvalidRequest
@@ -27,21 +27,28 @@ def test_pairs_see_through_a_drift_that_hides_the_difference() -> None:
     found = paired(a, b)
     assert found.decided and found.relative.mean == pytest.approx(0.0440, abs=1e-3)
     assert not repeats(a).stable
-    assert not paired([1.0, 2.0], [2.0, 1.0]).decided
+    assert not paired([1.0, 2.0, 3.0], [2.0, 1.0, 3.0]).decided
 
 
 def test_no_interval_of_a_relative_difference_lies_below_minus_100_percent() -> None:
     """A fall to a few percent, as of time to first token with a cache, in runs that scatter widely."""
     a, b = [1000.0, 400.0, 2500.0], [20.0, 90.0, 10.0]
-    found = paired(a, b).relative
+    found, back = paired(a, b).relative, paired(b, a).relative
+    assert found.low is not None and found.high is not None and back.low is not None
     assert -1.0 < found.low < found.mean < found.high
     assert mean_interval([(y - x) / x for x, y in zip(a, b)]).low < -1.0, "the case is one where a difference's would"
-    back = paired(b, a).relative
     assert (1 + back.low) * (1 + found.high) == pytest.approx(1.0), "B over A is the inverse of A over B"
-    one = paired([3.0], [6.0]).relative
-    assert one.mean == one.low == one.high == pytest.approx(1.0) and one.n == 1
-    assert paired([1.0, 1e-300], [1.0, 1e300]).relative.low >= -1.0
+    wild = paired([1.0, 1e-300, 1.0], [1.0, 1e300, 1.0]).relative.low
+    assert wild is not None and wild >= -1.0
     assert relative(paired(b, b)) == "+0.0% (+0.0% to +0.0%)"
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2])
+def test_fewer_than_three_pairs_have_no_interval_and_decide_nothing(num_pairs: int) -> None:
+    found = paired([100.0, 101.0][:num_pairs], [200.0, 202.0][:num_pairs])
+    assert found.relative == Change(pytest.approx(1.0), None, None, num_pairs) and not found.decided
+    assert relative(found) == "+100.0% (-)"
+    assert paired([100.0, 101.0, 99.0], [200.0, 202.0, 198.0]).decided, "the same change of three pairs is"
 
 
 def search(capacity: float, start: float, n: int = 200) -> tuple[float, float | None, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from steelyard.bench.arms import Knob
 from steelyard.bench.expect import Expected
-from steelyard.bench.repeats import Paired, paired
+from steelyard.bench.repeats import LEAST_PAIRS, Paired, paired
 
 Json = dict[str, Any]
 
@@ -99,6 +99,11 @@ class Comparison:
     expected: Expected | None = None
     quality: str = "speed only"
 
+    @property
+    def decides(self) -> bool:
+        """Whether any of its differences is decided and may be quoted."""
+        return not self.void and any(p.decided for p in self.metrics.values())
+
 
 def compare(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Comparison:
     """Reports of the arms, pair by pair."""
@@ -152,8 +157,8 @@ def _void(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Iterator[str]:
     digests = {(x["workload"]["digest"], y["workload"]["digest"]) for x, y in zip(a, b)}
     if any(x != y for x, y in digests):
         yield "the arms did not do the same work: their workload hashes differ"
-    if len(a) < 3:
-        yield f"{len(a)} pairs: at least 3 are needed to say anything of noise"
+    if len(a) < LEAST_PAIRS:
+        yield f"{len(a)} pair{'s'[len(a) == 1 :]}: at least {LEAST_PAIRS} are needed to say anything of noise"
     said = [tuple(_config(r) for r in arm) for arm in (a, b)]
     changed = {k for x, y in zip(*said) for k in x.keys() | y.keys() if x.get(k) != y.get(k)}
     if not any(any(config) for config in said):

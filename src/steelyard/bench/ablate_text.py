@@ -9,7 +9,7 @@ from typing import Any
 
 from steelyard.bench.ablate import Comparison, at_path, spent
 from steelyard.bench.arms import ArmSet
-from steelyard.bench.repeats import Paired
+from steelyard.bench.repeats import LEAST_PAIRS, Paired
 
 Json = dict[str, Any]
 COLUMNS = {
@@ -54,7 +54,7 @@ class SetResult:
 
 def knobs_markdown(found: Sequence[Comparison]) -> str:
     """A table a knob; the quality of the answers beside the speed, or that it was not measured."""
-    lines = ["B against A, pairs of runs with the same seed; intervals of 95 %.", ""]
+    lines = [f"B against A, pairs of runs with the same seed; intervals of 95 %, of {LEAST_PAIRS} pairs or more.", ""]
     for c in found:
         lines += [f"## {c.title}", "", f"Expected to move: {c.moves}.", *_comparison(c), ""]
     return "\n".join(lines) + "\n"
@@ -79,8 +79,10 @@ def _comparison(c: Comparison) -> list[str]:
 
 
 def relative(found: Paired) -> str:
-    """The change from A to B with its interval, none of them below -100 %."""
+    """The change from A to B with its interval, none of them below -100 %; `-` where there is none."""
     change = found.relative
+    if change.low is None or change.high is None:
+        return f"{change.mean:+.1%} (-)"
     return f"{change.mean:+.1%} ({change.low:+.1%} to {change.high:+.1%})"
 
 

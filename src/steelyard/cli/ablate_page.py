@@ -26,7 +26,7 @@ def page(knobs: Sequence[Comparison], sets: Sequence[SetResult], reports: Mappin
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Ablation</title><style>{STYLE}</style></head><body><h1>Ablation</h1>",
-        _where(list(reports.values())),
+        _where(list(reports.values()), [*knobs, *(step for result in sets for step in result.steps)]),
     ]
     for result in sets:
         parts.append(f"<h2>{html.escape(result.arms.name)}</h2>")
@@ -40,16 +40,18 @@ def page(knobs: Sequence[Comparison], sets: Sequence[SetResult], reports: Mappin
     return "\n".join([*parts, "</body></html>"])
 
 
-def _where(reports: Sequence[Json]) -> str:
-    """How many runs were valid, and the machine."""
+def _where(reports: Sequence[Json], found: Sequence[Comparison]) -> str:
+    """How many runs were valid, how many changes are decided, and the machine. Good news only where one is."""
     good = sum(bool(r["valid"]) for r in reports)
     machine = reports[0].get("environment", {}) if reports else {}
     gpus = ", ".join(g.get("name", "") for g in machine.get("gpus", [])) or "no GPU: a CPU's figures are a CPU's"
-    text = f"{good} of {len(reports)} runs valid. {machine.get('cpu', '')}; {gpus}"
+    num_decided = sum(c.decides for c in found)
+    text = f"{good} of {len(reports)} runs valid; of {len(found)} changes, {num_decided or 'none'} decided. "
+    text += f"{machine.get('cpu', '')}; {gpus}"
     load = machine.get("load_average")
     if load:
         text += f"; load average {load[0]:.1f} when the first run began, this tool's own processes among it"
-    css = "pass" if good == len(reports) else "warn"
+    css = "pass" if good == len(reports) and num_decided else "warn"
     return f'<p class="verdict {css}">{html.escape(text)}</p>'
 
 
