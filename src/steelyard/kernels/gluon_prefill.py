@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from steelyard.kernels.attention import AttnSpec, KvLayer
+from steelyard.kernels.triton_common import LOG2E
 from steelyard.kernels.triton_configs import MULTIPROCESSORS, AttentionShape
 
 TILE, STAGES, Q_STAGES = 128, 2, 2
@@ -104,13 +105,13 @@ def _produce(qd, kd, vd, Table, Tiles, table_stride, block_rows, num_items, qs, 
 def _softmax(qk, m, den, scale, cap, SOFTCAP: gl.constexpr):
     """Online softmax in base 2 of raw products (already masked with -inf if they need it)."""
     if SOFTCAP:
-        s = cap * (1.0 - 2.0 / (1.0 + gl.exp2(qk * (scale * 2.0 * 1.4426950408889634 / cap)))) * 1.4426950408889634
+        s = cap * (1.0 - 2.0 / (1.0 + gl.exp2(qk * (scale * 2.0 * LOG2E / cap)))) * LOG2E
         s = gl.where(qk == -float("inf"), qk, s)
         m_new = gl.maximum(m, gl.max(s, 1))
         p = gl.exp2(s - m_new[:, None])
     else:
-        m_new = gl.maximum(m, gl.max(qk, 1) * (scale * 1.4426950408889634))
-        p = gl.exp2(qk * (scale * 1.4426950408889634) - m_new[:, None])
+        m_new = gl.maximum(m, gl.max(qk, 1) * (scale * LOG2E))
+        p = gl.exp2(qk * (scale * LOG2E) - m_new[:, None])
     alpha = gl.exp2(m - m_new)
     return p, m_new, den * alpha + gl.sum(p, 1), alpha
 
@@ -187,7 +188,7 @@ def _consume(Out, Lse, Sinks, Tiles, scale, cap, out_stride, num_items, qs, ks, 
         m = gl.full([R], -1.0e20, gl.float32, srow)  # finite: a row that sees no key yet must not make a NaN
         den = gl.full([R], 0.0, gl.float32, srow)
         if SINKS:
-            m = gl.load(Sinks + head).to(gl.float32) * 1.4426950408889634
+            m = gl.load(Sinks + head).to(gl.float32) * LOG2E
             den = gl.full([R], 1.0, gl.float32, srow)
         acc = gl.zeros([R, D], gl.float32, o_lay)
         sq = turn % QST

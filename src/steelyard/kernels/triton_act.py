@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steelyard.kernels.triton_common import early, let_successor_in, power_of_two, wait_for_predecessor
+from steelyard.kernels.triton_common import LOG2E, early, let_successor_in, power_of_two, wait_for_predecessor
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -16,10 +16,10 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 def activate(x, ACT: tl.constexpr):
     """silu, tanh GELU or exact GELU of float32 x, by ACTIVATIONS' number."""
     if ACT == 0:
-        y = x / (1.0 + tl.math.exp2(-1.4426950408889634 * x))
+        y = x / (1.0 + tl.math.exp2(-LOG2E * x))
     elif ACT == 1:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        y = x * (1.0 - 1.0 / (1.0 + tl.math.exp2(2.0 * 1.4426950408889634 * inner)))
+        y = x * (1.0 - 1.0 / (1.0 + tl.math.exp2(2.0 * LOG2E * inner)))
     else:
         y = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     return y

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
+"""exp(x) is exp2(x * LOG2E)."""
 NO_WINDOW = 2**30
 """A window longer than any context, for kernels that take it as a number."""
 
@@ -95,16 +96,16 @@ def multiplied_in(x, SCALED: tl.constexpr):
 @triton.jit
 def soft_cap(s, cap):
     """cap * tanh(s / cap), with tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, no overflow."""
-    return cap * (1.0 - 2.0 / (1.0 + tl.math.exp2(s * (2.0 * 1.4426950408889634 / cap))))
+    return cap * (1.0 - 2.0 / (1.0 + tl.math.exp2(s * (2.0 * LOG2E / cap))))
 
 
 @triton.jit
 def logits_log2(qk, scale, cap, SOFTCAP: tl.constexpr):
     """Attention logits in base 2 from raw products."""
     if SOFTCAP:
-        s = soft_cap(qk * scale, cap) * 1.4426950408889634
+        s = soft_cap(qk * scale, cap) * LOG2E
     else:
-        s = qk * (scale * 1.4426950408889634)
+        s = qk * (scale * LOG2E)
     return s
 
 

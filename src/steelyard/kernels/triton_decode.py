@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from steelyard.kernels.triton_common import (
+    LOG2E,
     block_ids,
     kv_offsets,
     let_successor_in,
@@ -131,7 +132,7 @@ def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sink
     m = tl.full([GP], -1.0e20, tl.float32)
     den = tl.zeros([GP], tl.float32)
     if SINKS:
-        sink = tl.load(Sinks + head, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(Sinks + head, mask=g < G, other=0.0).to(tl.float32) * LOG2E
         m = tl.where(item == first, sink, m)  # the sink is a key of the row's first part, with value 0
         den = tl.where(item == first, 1.0, den)
     VP: tl.constexpr = DP // 2 if PAIRED else DP

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from steelyard.kernels.triton_common import (
+    LOG2E,
     block_ids,
     kv_offsets,
     let_successor_in,
@@ -95,7 +96,7 @@ def prefill(Q, K, V, KScale, VScale, Out, Lse, Sinks, Table, Tiles, Count, Ctx, 
     m = tl.full([BM], -1.0e20, tl.float32)
     den = tl.zeros([BM], tl.float32)
     if SINKS:
-        m = tl.load(Sinks + head).to(tl.float32) * 1.4426950408889634
+        m = tl.load(Sinks + head).to(tl.float32) * LOG2E
         den = tl.full([BM], 1.0, tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     table = Table + row.to(tl.int64) * table_stride

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steelyard.kernels.triton_common import power_of_two
+from steelyard.kernels.triton_common import LOG2E, power_of_two
 from steelyard.kernels.triton_sample_cut import load_logits, order_key, row_collect, row_threshold, token_weight
 
 BLOCK = 2048
@@ -53,7 +53,7 @@ def row_weight(Logits, Best, Weights, Ties, Threshold, Temperature, V, stride, S
     """Weight above the threshold, and number of tokens at it, in each share of a row."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.max(tl.load(Best + row * SPLITS + tl.arange(0, SPLITS)), 0)
-    per_temperature = 1.4426950408889634 / tl.maximum(tl.load(Temperature + row), 1e-5)
+    per_temperature = LOG2E / tl.maximum(tl.load(Temperature + row), 1e-5)
     threshold = -2147483647
     if CUT:
         threshold = tl.load(Threshold + row)
@@ -80,7 +80,7 @@ def row_pick(Logits, Best, BestId, Weights, Ties, Threshold, Equals, Temperature
     token = tl.load(BestId + row * SPLITS + at_best)
     temperature = tl.load(Temperature + row)
     if temperature >= 1e-5:
-        per_temperature = 1.4426950408889634 / temperature
+        per_temperature = LOG2E / temperature
         threshold = -2147483647
         equals = 0
         unit = tl.zeros([], tl.int64)

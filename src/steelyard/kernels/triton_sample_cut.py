@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from steelyard.kernels.triton_common import LOG2E
+
 
 @triton.jit
 def order_key(x):
@@ -48,7 +50,7 @@ def row_collect(Logits, Best, Few, FewCount, Limit, Weights, Temperature, MinP, 
     are complete; and the weight of the whole share that min-p leaves. SHARE >= V / SPLITS is held in registers."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.max(tl.load(Best + row * SPLITS + tl.arange(0, SPLITS)), 0)
-    per_temperature = 1.4426950408889634 / tl.maximum(tl.load(Temperature + row), 1e-5)
+    per_temperature = LOG2E / tl.maximum(tl.load(Temperature + row), 1e-5)
     floor = _floor_key(best, per_temperature, tl.load(MinP + row))
     share = tl.cdiv(V, SPLITS)
     j = tl.arange(0, SHARE)
@@ -121,7 +123,7 @@ def row_threshold(Logits, Best, Few, FewCount, Limit, Weights, Threshold, Equals
     s = tl.arange(0, SPLITS)
     best = tl.max(tl.load(Best + row * SPLITS + s), 0)
     temperature = tl.load(Temperature + row)
-    per_temperature = 1.4426950408889634 / tl.maximum(temperature, 1e-5)
+    per_temperature = LOG2E / tl.maximum(temperature, 1e-5)
     top_k, top_p = tl.load(TopK + row), tl.load(TopP + row)
     low = _floor_key(best, per_temperature, tl.load(MinP + row))
     high = tl.maximum(order_key(best), low)
