@@ -102,6 +102,18 @@ def test_matching_versions_are_no_finding() -> None:
     assert doctor._findings(facts()) == ["Every path examined was a fast one."]
 
 
+def test_an_attention_that_another_one_of_the_table_beats_is_a_finding() -> None:
+    times_ms = {"naive": (1.0, 0.1), "sdpa-flash": (1.0, 1.0), "steelyard": (1.3, 1.1)}
+    seen = facts()
+    seen.compared = [
+        kernel_bench.Row(case, name, "forward", ms=ms, speedup=1.0)
+        for name, by_case in times_ms.items()
+        for case, ms in zip(CASES, by_case)
+    ]
+    [sentence] = doctor._findings(seen)
+    assert "1.30 times as long as sdpa-flash" in sentence and str(CASES[0]) in sentence
+
+
 def test_a_library_that_is_missing_or_breaks_gives_its_reason(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from steelyard.kernels.cpu_kv import KvWriter
 from steelyard.perf import attention_backends, kernel_bench
 from steelyard.perf.attention_backends import naive, prepare
 from steelyard.perf.attention_cases import AttentionCase
@@ -33,6 +34,14 @@ def report() -> Report:
 
 def rows_of(report: Report, backend: str, direction: str = "forward") -> list[Row]:
     return [row for row in report.rows if row.backend == backend and row.direction == direction]
+
+
+def test_on_a_cpu_the_serving_attention_reads_its_pool_as_the_server_does_both_in_one_copy() -> None:
+    k, v = torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
+    kv = attention_backends._paged(k, v, (7, 2, 2, 16, 16))
+    [runs] = KvWriter().runs(kv).blocks
+    assert runs.shape[0] == 7 * 2 * 2
+    assert torch.equal(kv.v[1, 1], v[0, :16, 1]) and torch.equal(kv.k[6, 0, :8], k[1, 32:, 0])
 
 
 def test_flops_and_bytes_are_the_papers() -> None:

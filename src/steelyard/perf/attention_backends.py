@@ -98,14 +98,14 @@ def _serving(case: AttentionCase, device: torch.device) -> Forward:
     """Paged KV: the pool is filled once from k, v of the first call; each call then only attends."""
     backend, block_size = _serving_backend(case, device), BLOCK_SIZE[device.type]
     blocks = -(-case.num_k // block_size)
-    shape = (case.batch * blocks + 1, case.num_kv_heads, block_size, case.head_dim)
+    shape = (case.batch * blocks + 1, 2, case.num_kv_heads, block_size, case.head_dim)
     batch, spec = paged_batch(case, block_size, device), AttnSpec(scale=case.head_dim**-0.5, causal=case.causal)
     backend.prepare(batch)
     pools: dict[int, KvLayer] = {}
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if k.data_ptr() not in pools:
-            pools[k.data_ptr()] = KvLayer(_paged(k, shape), _paged(v, shape), block_size)
+            pools[k.data_ptr()] = _paged(k, v, shape)
         out = torch.empty_like(q).flatten(0, 1)
         backend.forward(q.flatten(0, 1), None, None, pools[k.data_ptr()], batch, spec, out)
         return out.view(q.shape)
@@ -149,15 +149,15 @@ def paged_batch(case: AttentionCase, block_size: int, device: torch.device) -> B
     )
 
 
-def _paged(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """[B, K, Hk, D] laid out as blocks [1 + B * blocks, Hk, block_size, D] with the null block in front."""
-    batch, num_k, heads, dim = x.shape
-    pool = torch.zeros(shape, dtype=x.dtype, device=x.device)
-    blocks, size = (shape[0] - 1) // batch, shape[2]
-    padded = torch.zeros(batch, blocks * size, heads, dim, dtype=x.dtype, device=x.device)
-    padded[:, :num_k] = x.detach()
-    pool[1:] = padded.view(batch * blocks, size, heads, dim).transpose(1, 2)
-    return pool
+def _paged(k: Tensor, v: Tensor, shape: tuple[int, int, int, int, int]) -> KvLayer:
+    """k, v [B, K, Hk, D] in one pool like the server's [1 + B * blocks, 2, Hk, block_size, D], null block in front."""
+    batch, num_k, heads, dim = k.shape
+    pool = torch.zeros(shape, dtype=k.dtype, device=k.device)
+    blocks, size = (shape[0] - 1) // batch, shape[3]
+    padded = torch.zeros(batch, blocks * size, 2, heads, dim, dtype=k.dtype, device=k.device)
+    padded[:, :num_k] = torch.stack([k.detach(), v.detach()], 2)
+    pool[1:] = padded.view(batch * blocks, size, 2, heads, dim).permute(0, 2, 3, 1, 4)
+    return KvLayer(pool[:, 0], pool[:, 1], size)
 
 
 def _flashinfer(case: AttentionCase, device: torch.device) -> Forward:

@@ -25,6 +25,8 @@ from steelyard.perf.profile_kernels import KernelTime, kernels_of, path_of, stan
 
 LIBRARIES = ("triton", "flashinfer", "flash_attn")
 OURS = "steelyard"
+SLOWER = 1.2
+"""Times another attention's time beyond which ours is a finding; less is noise."""
 Call = Callable[[], object]
 
 
@@ -178,6 +180,7 @@ def _findings(found: Examination) -> list[str]:
             notes.append(f"Steelyard's attention failed on {row.case}: {row.note}.")
         elif row.backend == OURS and row.speedup is not None and row.speedup < 1:
             notes.append(f"Steelyard's attention is slower than naive on {row.case}: {row.speedup:.2f}x.")
+    notes += _slower_than_others(found.compared)
     missing: dict[tuple[str, str, str], list[str]] = {}
     for c in found.choices:
         if c.why:
@@ -185,6 +188,21 @@ def _findings(found: Examination) -> list[str]:
     for (path, dtype, why), kinds in missing.items():
         notes.append(f"torch takes '{path}' for {dtype}, {', '.join(kinds)}: {why}.")
     return notes or ["Every path examined was a fast one."]
+
+
+def _slower_than_others(rows: Sequence[Row]) -> list[str]:
+    """Where ours takes over SLOWER times as long as the fastest other one; naive has its own sentence."""
+    notes = []
+    for ours in (row for row in rows if row.backend == OURS and row.ms is not None):
+        alike = [r for r in rows if (r.case, r.direction) == (ours.case, ours.direction)]
+        others = {r.backend: r.ms for r in alike if r.backend not in (OURS, "naive") and r.ms is not None}
+        ratio, name = max(((ours.ms or 0.0) / ms, name) for name, ms in others.items()) if others else (0.0, "")
+        if ratio > SLOWER:
+            notes.append(
+                f"Steelyard's attention takes {ratio:.2f} times as long as {name} on {ours.case}; "
+                "that one is given keys and values in one piece, not in blocks."
+            )
+    return notes
 
 
 def _longest(ran: Ran) -> str:
