@@ -100,7 +100,7 @@ class CacheManager:
         reserve_len: int = 0,
         spare_blocks: int = 0,
     ) -> list[TableEdit] | None:
-        """Give `request` blocks for positions [0, num_tokens), or return None with nothing changed.
+        """Give `request` blocks for positions [0, num_tokens): edits for its row, if it has one; None: nothing changed.
 
         hit_tokens    what `match` just found, for a request without a table: those blocks are shared; what the host
                       alone has of them is copied back. A swapped request gets its own blocks back instead

@@ -218,7 +218,10 @@ class MemoryTerms:
 
 
 class Runner(Protocol):
-    """Obeys plans in order. Implemented by TorchRunner, ShadowRunner (the oracle) and ScriptedRunner."""
+    """Obeys plans in order.
+
+    Implemented by DeviceRunner (a GPU), TorchRunner (a CPU), ShadowRunner (the oracle) and ScriptedRunner.
+    """
 
     @property
     def caps(self) -> RunnerCaps: ...
