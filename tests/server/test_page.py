@@ -51,6 +51,47 @@ def test_the_page_knows_every_account() -> None:
     assert len(State) == sum(map(len, GROUPS.values())) + 2
 
 
+def test_no_tile_stands_alone_in_its_row() -> None:
+    """By the columns of every width: the last row is whole, or has at least two."""
+    [values] = re.findall(r"const values = \[\n(.*?)\n  \];", STATIC.joinpath("live.js").read_text(), re.S)
+    num_tiles = len(re.findall(r'^    \["', values, re.M))
+    columns = re.findall(r"#tiles \{[^}]*repeat\((\d+),", STATIC.joinpath("live.css").read_text())
+    assert num_tiles == 9 and len(columns) == 3
+    assert all(num_tiles % int(n) != 1 for n in columns), (num_tiles, columns)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_in_a_browser_every_bar_says_what_it_is_of(shared: Served) -> None:
+    since = "document.querySelector('.since').textContent"
+    with Browser(1280, 900) as page:
+
+        def enter() -> None:
+            page.open(shared.url + "/")
+            _until(page, "document.getElementById('key')?.hidden === false || document.querySelector('.tile') !== null")
+            page.run("document.getElementById('secret').value = 'boss'; document.getElementById('key').requestSubmit()")
+            _until(page, "document.querySelectorAll('.tile').length === 9")
+
+        enter()
+        assert page.run(since) == "since this page was opened"
+        for part in ("accounts", "tenants"):
+            assert page.run(f"document.getElementById('{part}').textContent") == "nothing yet"
+        tops = page.run("[...document.querySelectorAll('.tile')].map((tile) => tile.offsetTop)")
+        assert len(set(tops)) == 1
+        said = page.run("document.getElementById('steps-text').textContent")
+        assert said == "device time and the gap before it", "a step without a floor has no dashes to speak of"
+        shared.http.post(
+            "/v1/completions", json={"prompt": [5] * 40, "max_tokens": 8}, headers={"authorization": "Bearer acme"}
+        )
+        _until(page, "document.querySelectorAll('#accounts .bar i').length > 1")
+        assert page.run(since) == "since this page was opened"
+        enter()
+        _until(page, f"{since}.startsWith('since the server started')")
+        assert page.run("document.querySelectorAll('#accounts .bar i').length > 1")
+        assert "acme" in page.run("document.getElementById('tenants').textContent")
+        assert page.errors == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_in_a_browser_it_asks_for_a_key_and_shows_what_happens(shared: Served) -> None:

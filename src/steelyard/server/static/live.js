@@ -134,6 +134,9 @@ function charts(live) {
     ...reasons.map((r) => ({ name: r, colour: colour(r), values: history.map((h) => h.status.waiting_by_reason[r] || 0) })),
   ], width);
   accounts(live.accounts_s);
+  const told = (name, words) => (live.steps.some((step) => step[name]) ? words : "");
+  byId("steps-text").textContent =
+    `device time and the gap before it${told("expected_ns", "; the line is what is expected")}${told("floor_ns", "; the dashes are the floor")}`;
   stepChart(byId("steps"), live.steps, duration);
   blockMap(byId("blocks"), live.blocks);
   const s = live.status, slots = live.blocks.fold > 1 ? `, ${live.blocks.fold} a cell` : "";
@@ -143,24 +146,31 @@ function charts(live) {
   bars(byId("itl"), live.itl, duration);
 }
 
-function accounts(now) {
-  const grown = {}, tenants = {};
+// Time by state and by tenant that grew since `then`, each of them keyed "state/tenant".
+function growth(now, then) {
+  const states = {}, tenants = {};
   for (const [name, value] of Object.entries(now)) {
     const [state, tenant] = [name.slice(0, name.indexOf("/")), name.slice(name.indexOf("/") + 1)];
-    const since = value - (first[name] || 0) || 0;
-    grown[state] = (grown[state] || 0) + since;
+    const since = value - (then[name] || 0) || 0;
+    states[state] = (states[state] || 0) + since;
     tenants[tenant] = (tenants[tenant] || 0) + since;
   }
-  if (!Object.values(grown).some((v) => v > 0)) {
-    for (const [name, value] of Object.entries(now)) {
-      const state = name.slice(0, name.indexOf("/"));
-      grown[state] = (grown[state] || 0) + value;
-    }
-  }
-  byId("accounts").replaceChildren(stackedBar(ORDER, grown, colour, (v) => duration(v * 1e9)), legend(ORDER, grown, colour));
+  return { states, tenants, any: Object.values(states).some((v) => v > 0) };
+}
+
+function accounts(now) {
+  const opened = growth(now, first), ever = growth(now, {});
+  const { states, tenants } = opened.any ? opened : ever;
+  const said = opened.any || !ever.any ? "since this page was opened" : "since the server started: nothing has run since this page was opened";
+  for (const hint of document.querySelectorAll(".since")) hint.textContent = said;
+  shares(byId("accounts"), ORDER, states, colour);
   const names = Object.keys(tenants).sort((a, b) => tenants[b] - tenants[a]).slice(0, 12);
-  const hue = (name) => `hsl(${(names.indexOf(name) * 67 + 210) % 360} 55% 52%)`;
-  byId("tenants").replaceChildren(stackedBar(names, tenants, hue, (v) => duration(v * 1e9)), legend(names, tenants, hue));
+  shares(byId("tenants"), names, tenants, (name) => `hsl(${(names.indexOf(name) * 67 + 210) % 360} 55% 52%)`);
+}
+
+function shares(into, order, values, hue) {
+  if (!order.some((name) => values[name] > 0)) return into.replaceChildren(element("p", { class: "hint" }, "nothing yet"));
+  return into.replaceChildren(stackedBar(order, values, hue, (v) => duration(v * 1e9)), legend(order, values, hue));
 }
 
 function lives(list, records) {
