@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steelyard.cli import plan_text, plan_topics
+from steelyard.cli import plan_flags, plan_text, plan_topics
 from steelyard.cli.values import above, new_file, real, span, whole, wholes
 from steelyard.errors import StartError, reason
+from steelyard.plan.defaults import ON_GPU
 from steelyard.plan.device import Device, ceilings_toml, find_device
 from steelyard.plan.models import PlannedModel, find_model
 from steelyard.plan.planner import BATCHES, Options, Plan, make_plan
@@ -47,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="an accelerator's name, or a .toml file with one (default: H200)")
     add("--measure", action="store_true", help="measure the ceilings of the device in this machine and use them")
     add("--save", type=new_file, metavar="FILE", help="with --measure: write the device with its ceilings as TOML")
-    group = parser.add_argument_group(
-        "configuration", "as the flags of `steelyard serve`, whose defaults differ by device"
-    )
+    group = parser.add_argument_group("configuration", "as the flags of `steelyard serve`, with its defaults on a GPU")
     _add_configuration(group)
     group = parser.add_argument_group("load and targets")
     _add_load(group)
@@ -64,19 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a page with plots: roofline, throughput against TPOT, memory",
     )
     plan_topics.add_arguments(parser)
+    plan_flags.keep_defaults(parser)
 
 
 def _add_configuration(group: Any) -> None:
-    add = group.add_argument
+    add, default = group.add_argument, ON_GPU
     add("--tensor-parallel-size", "--tp", type=whole(1), default=1, dest="tp", metavar="N", help="devices of a replica")
     add("--dtype", metavar="NAME", help="of weights: bfloat16, fp8, int4, q4_k, ... (default: as stored)")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="bfloat16, fp8, float32 (default: bfloat16)")
     what = "of a sequence, in the tables; the first one in the memory table (default: input + output, or 4096)"
     add("--context", type=wholes(1), default=(), metavar="TOKENS,...", help=what)
-    add("--gpu-memory-utilization", type=above(0, 1), default=0.9, metavar="SHARE", help="(default: 0.9)")
-    add("--block-size", type=whole(1), default=64, metavar="TOKENS", help="(default: 64)")
-    add("--max-num-seqs", type=whole(1), default=256, metavar="N", help="(default: 256)")
-    add("--max-num-batched-tokens", type=whole(1), default=8192, metavar="TOKENS", help="(default: 8192)")
+    add(
+        "--gpu-memory-utilization",
+        type=above(0, 1),
+        default=default.gpu_memory_utilization,
+        metavar="SHARE",
+        help="(default: %(default)s)",
+    )
+    add("--block-size", type=whole(1), default=default.block_size, metavar="TOKENS", help="(default: %(default)s)")
+    add("--max-num-seqs", type=whole(1), default=default.max_num_seqs, metavar="N", help="(default: %(default)s)")
+    add(
+        "--max-num-batched-tokens",
+        type=whole(1),
+        default=default.max_num_batched_tokens,
+        metavar="TOKENS",
+        help="(default: %(default)s)",
+    )
     add("--enforce-eager", action="store_true", help="no CUDA graphs, and no memory for them")
     add("--batch", type=wholes(1), default=BATCHES, metavar="N,...", help="rows of a decode step, in the table")
     add("--records", metavar="FILE", help="measured steps (JSON Lines) to calibrate the estimates with")
@@ -107,15 +119,17 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 where the model does not fit; raises StartError for bad input, naming the field."""
     words = list(args.words)
     topic = words.pop(0) if words and words[0] in TOPICS else ""
-    plan_topics.refuse_others(args, topic)
+    only_measures = args.measure and not words and not topic
+    plan_flags.refuse_unread(args, "--measure" if only_measures else topic)
     device = _device(args)
-    if not words and args.measure and not topic:
+    if only_measures:
         return 0
     if len(words) != 1:
         said = " ".join(words) or "nothing"
         raise StartError(f"MODEL: expected one model after {topic or 'plan'}, got {said}", param="model")
     model = find_model(words[0])
-    options = _options(args, device)
+    load = _load(args) if "rate" in plan_flags.READ_BY[topic] else None
+    options = _options(args, device, load)
     if topic == "compare":
         return plan_topics.compare(args, model, options)
     if topic == "tune":
@@ -123,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if topic == "cache":
         return plan_topics.show_cache(args, make_plan(model, options))
     if topic == "waste":
-        return plan_topics.show_waste(args, make_plan(model, replace(options, load=None)))
+        return plan_topics.show_waste(args, make_plan(model, options))
     if topic == "fit":
         return plan_topics.show_fit(args, model, options)
     return _show(args, model, options)
@@ -163,12 +177,12 @@ def _device(args: argparse.Namespace) -> Device:
             Path(args.save).write_text(text)
         except OSError as error:
             raise StartError(f"--save {args.save}: cannot be written ({reason(error)})", param="save") from error
-    if not args.json and not args.words:
+    if not args.words:
         print(text, end="")
     return device
 
 
-def _options(args: argparse.Namespace, device: Device) -> Options:
+def _options(args: argparse.Namespace, device: Device, load: Workload | None) -> Options:
     return Options(
         device=device,
         tp=args.tp,
@@ -181,7 +195,7 @@ def _options(args: argparse.Namespace, device: Device) -> Options:
         max_num_batched_tokens=args.max_num_batched_tokens,
         enforce_eager=args.enforce_eager,
         batches=args.batch,
-        load=_load(args),
+        load=load,
         slo=Slo(args.ttft, args.tpot, args.attainment),
         replicas=args.replicas,
         price_per_hour=args.price_per_hour,
@@ -191,15 +205,11 @@ def _options(args: argparse.Namespace, device: Device) -> Options:
 
 def _load(args: argparse.Namespace) -> Workload | None:
     if args.trace:
-        for name in ("input", "output"):
-            if getattr(args, name) is not None:
-                raise StartError(f"--{name} comes from --trace: give one or the other", param=name)
         load = from_trace(read_trace(Path(args.trace)), cached_tokens=args.cached_tokens)
         return load if args.rate is None else replace(load, rate=args.rate)
     given = {"rate": args.rate, "input": args.input, "output": args.output}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == 3:
-        _refuse_without_load(args)
         return None
     if missing:
         raise StartError(f"--{missing[0]} is missing: a load needs --rate, --input and --output", param=missing[0])
@@ -207,14 +217,3 @@ def _load(args: argparse.Namespace) -> Workload | None:
         raise StartError(f"--arrival-cv must be a number of at least 0, got {args.arrival_cv:g}", param="arrival_cv")
     cached = args.cached_tokens
     return Workload.of(args.rate, args.input, args.output, cached_tokens=cached, arrival_cv=args.arrival_cv)
-
-
-def _refuse_without_load(args: argparse.Namespace) -> None:
-    """A flag that nothing would read is a mistake. Raises StartError naming it."""
-    for name in ("ttft", "tpot", "replicas", "price_per_hour"):
-        if getattr(args, name) is not None:
-            raise StartError(
-                f"--{name.replace('_', '-')} needs a load: give --rate, --input and --output, or --trace", param=name
-            )
-    if args.cached_tokens:
-        raise StartError("--cached-tokens needs a load: give --rate, --input and --output", param="cached_tokens")

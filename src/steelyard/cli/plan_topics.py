@@ -58,30 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare: an alternative, such as device=H100",
     )
     add("--network", type=above(0), metavar="GB/S", help="cache: bandwidth to another machine's cache")
-    add("--history", type=whole(1), default=32_000, metavar="TOKENS", help="cache: of a conversation (default: 32000)")
+    add("--history", type=whole(1), metavar="TOKENS", help="cache: of a conversation (default: 32000)")
     add("--remove", type=whole(0), metavar="TOKENS", help="cache: deleted from its middle (default: half of it)")
     add("--tail", type=whole(0), metavar="TOKENS", help="cache: behind what is deleted (default: a quarter)")
-    add("--summary", type=whole(0), default=500, metavar="TOKENS", help="cache: put in its place (default: 500)")
-    add("--turns", type=whole(1), default=20, metavar="N", help="cache: still to come (default: 20)")
+    add("--summary", type=whole(0), metavar="TOKENS", help="cache: put in its place (default: 500)")
+    add("--turns", type=whole(1), metavar="N", help="cache: still to come (default: 20)")
     add(
         "--hit-rate",
         type=real(0, 1),
-        default=1.0,
         metavar="SHARE",
         help="cache: a turn finds its prefix (default: 1)",
     )
     add("--held-out", metavar="FILE", help="fit: measured steps to predict (default: those fitted)")
-
-
-_READ_BY = {"to": "compare", "network": "cache", "remove": "cache", "tail": "cache", "held_out": "fit"}
-
-
-def refuse_others(args: argparse.Namespace, topic: str) -> None:
-    """A flag of another topic would be ignored. Raises StartError naming it."""
-    for name, reader in _READ_BY.items():
-        if reader != topic and getattr(args, name) not in (None, []):
-            flag = f"--{name.replace('_', '-')}"
-            raise StartError(f"{flag} is read by `steelyard plan {reader} MODEL` only", param=name)
 
 
 def compare(args: argparse.Namespace, model: PlannedModel, options: Options) -> int:
@@ -164,6 +152,8 @@ def show_tuned(args: argparse.Namespace, tuned: Tuned) -> int:
         f"\nA replica serves {found_capacity.replica_capacity:.3g} requests/s within the targets: the load of "
         f"{found_capacity.load.rate:g} needs {many}."
     )
+    if (cost := tuned.plan.price) is not None:
+        print(f"A million tokens cost {cost.per_million_input:.4g} as input, {cost.per_million_output:.4g} as output.")
     if tuned.command:
         print(f"Start {'each' if replicas > 1 else 'it'} with\n\n    {tuned.command}\n")
         if tuned.plan.model.source.startswith("preset") and "/" not in args.words[-1]:
@@ -181,10 +171,7 @@ def show_cache(args: argparse.Namespace, plan: Plan) -> int:
     network = None if args.network is None else args.network * 1e9
     lengths = (512, 2048, 8192, 32768)
     backs = [cache.restore(n, network) for n in lengths]
-    half = args.history // 2
-    tail = args.history // 4 if args.tail is None else args.tail
-    removed = half if args.remove is None else args.remove
-    case = History(args.history, removed, tail, args.summary, args.turns, hit_rate=args.hit_rate)
+    case = _history(args)
     deleted = cache.compaction(case)
     pays = None
     if plan.service is not None and plan.options.load is not None:
@@ -210,18 +197,30 @@ def show_cache(args: argparse.Namespace, plan: Plan) -> int:
         for b in backs
     ]
     print("\n".join(["KV that was computed before: what having it back costs", *table(header, rows), ""]))
-    print(f"Deleting {removed:,} of {args.history:,} tokens of history, {args.summary:,} of summary in their place")
+    print(
+        f"Deleting {case.removed_len:,} of {case.context_len:,} tokens of history for {case.summary_len:,} of summary"
+    )
     print(f"  costs once    {deleted.once_s * 1e3:.1f} ms: what lies behind is computed again, the prefix is broken")
     print(f"  saves a turn  {deleted.saved_per_turn_s * 1e3:.2f} ms, and {deleted.freed_bytes / GIB:.2f} GiB of KV")
     verdict = "worth it" if deleted.worth_it else "not worth it"
     if deleted.saved_per_turn_s > 0.0:
-        print(f"  pays after    {deleted.break_even_turns:.1f} turns; {args.turns} are to come: {verdict}")
+        print(f"  pays after    {deleted.break_even_turns:.1f} turns; {case.turns} are to come: {verdict}")
     else:
         print("  pays          never: every window is as full after it as before")
     if plan.options.load is not None:
-        share = "never" if pays is None else f"from {pays:.0%} of prompt tokens hit on"
+        share = "never" if pays is None else f"from {pays:.1%} of prompt tokens hit on"
         print(f"\nA cache that holds 20 % of the pool pays {share}.")
     return 0
+
+
+def _history(args: argparse.Namespace) -> History:
+    """The conversation of the flags; half of it is deleted and a quarter lies behind that where they do not say."""
+    length = 32_000 if args.history is None else args.history
+    removed = length // 2 if args.remove is None else args.remove
+    tail = length // 4 if args.tail is None else args.tail
+    summary = 500 if args.summary is None else args.summary
+    turns = 20 if args.turns is None else args.turns
+    return History(length, removed, tail, summary, turns, hit_rate=1.0 if args.hit_rate is None else args.hit_rate)
 
 
 def show_waste(args: argparse.Namespace, plan: Plan) -> int:
