@@ -52,6 +52,8 @@ def with_file(args: argparse.Namespace, add_arguments: Callable[[argparse.Argume
     except Misuse as mistake:
         raise StartError(f"--config {path}: {mistake.what}") from None
     given = {name: value for name, value in vars(found).items() if value is not None}
+    if hasattr(args, "model_positional"):  # it is --model by another name
+        given.pop("model", None)
     return argparse.Namespace(**{**given, **vars(args)})
 
 
