@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from steelyard.cli.main import main
+from steelyard.cli.selftest import MARKS, _line
 from steelyard.core.step import TokenLogprobs
 from steelyard.llm import LLM, CompletionOutput, RequestOutput
-from steelyard.perf.selftest import Load, _difference, run_selftest
+from steelyard.perf.selftest import Load, Outcome, _difference, run_selftest
 from tests import tiny_model
 
 SITUATIONS = ["again", "crowd", "chunks", "preempted", "restart"]
@@ -32,9 +34,12 @@ def test_in_invariant_mode_every_situation_gives_the_same_bits(model: Path, dtyp
     assert all(o.is_identical for o in outcomes), outcomes
 
 
-def test_the_fast_mode_differs_in_the_last_bits_and_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fast_mode_differs_in_the_last_bits_and_says_so(
+    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     words = ["selftest", str(model), "--dtype", "float32", "--prompt-len", "70", "--max-tokens", "40", "--json"]
     assert main(words) == 0
+    assert "holds" not in caplog.text, "the small engines are meant to be small"
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and report["cost"] is None
     assert [o["happened"] for o in report["outcomes"]] == [True] * 10
@@ -53,6 +58,26 @@ def test_a_difference_has_its_place_and_its_gap() -> None:
     assert _difference(alone, alone) == (None, None, 0.0)
     beyond = output([5, 3, 8], [-0.5, -0.7, -0.1], [{}, {}, {}])
     assert _difference(alone, beyond) == (1, None, 0.0)
+
+
+def test_ok_is_said_of_the_same_tokens_only() -> None:
+    same = Outcome("crowd", False, True, "8 rows", None, None, 0.0)
+    row = partial(replace, same)
+    for outcome, limit, mark in (
+        (same, 0.25, "ok"),
+        (row(largest=0.1), 0.25, "ok"),
+        (row(largest=0.1), 0.0, "FAIL"),
+        (row(first_difference=9, gap=0.2, largest=0.1), 0.25, "near"),
+        (row(first_difference=9, gap=0.3), 0.25, "FAIL"),
+        (row(first_difference=9, gap=None), 0.25, "FAIL"),
+        (row(first_difference=0, sampled=True), 0.25, "near"),
+        (row(first_difference=0, sampled=True), 0.0, "FAIL"),
+        (row(happened=False), 0.25, "FAIL"),
+    ):
+        said = _line(outcome, limit)
+        assert said.split()[0] == mark and f"  {mark} " in MARKS, said
+        assert ("differs, within rounding" in said) == (mark == "near")
+        assert "within 0" not in said.removesuffix("0.1")
 
 
 @pytest.mark.parametrize(
