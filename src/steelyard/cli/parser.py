@@ -55,6 +55,28 @@ class Parser(argparse.ArgumentParser):
             message = message.replace(theirs, ours)
         raise Misuse(self.prog, message.removeprefix("argument "))
 
+    def action_of(self, flag: str) -> argparse.Action:
+        """What `flag` does. Raises Misuse if there is no such flag."""
+        if (action := self._option_string_actions.get(flag)) is None:
+            self.error(self._no_flag(flag))
+        return action
+
+    def set_flag(self, namespace: argparse.Namespace, flag: str, texts: Sequence[str]) -> None:
+        """As if `flag` and `texts` stood on the command line, whatever the texts begin with. Raises Misuse.
+
+        There may be as many texts as the flag takes, but that one that takes several needs at least one.
+        """
+        action = self.action_of(flag)
+        try:
+            if action.nargs == "+" and not texts:
+                raise argparse.ArgumentError(action, "needs at least one value")
+            values = [self._get_value(action, text) for text in texts]
+            for value in values:
+                self._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self.error(str(error))
+        action(self, namespace, values if action.nargs is not None else values[0], flag)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse's, in the words of all our errors."""
         if action.choices is not None and value not in action.choices:
@@ -73,7 +95,9 @@ class Parser(argparse.ArgumentParser):
         flag = next((w for w in words if w.startswith("-")), None)
         if flag is None:
             return f"does not know what to do with: {' '.join(words)}"
-        name = flag.partition("=")[0]
+        return self._no_flag(flag.partition("=")[0])
+
+    def _no_flag(self, name: str) -> str:
         flags = list(self._option_string_actions)
         begun = [known for known in flags if known.startswith(name)] if name.startswith("--") else []
         return f"there is no flag {name}" + _perhaps(begun or difflib.get_close_matches(name, flags, 1))

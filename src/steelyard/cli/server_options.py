@@ -17,6 +17,8 @@ from steelyard.errors import StartError, reason
 
 _SECONDS: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
 _TOKENS: dict[str, Any] = {"type": int, "metavar": "TOKENS"}
+_NUMBERS = (int, float, parse_size)
+"""Types of flags whose values may stand in the file without quotes."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,36 +43,59 @@ def with_file(args: argparse.Namespace, add_arguments: Callable[[argparse.Argume
     if getattr(args, "config", None) is None:
         return args
     path = Path(args.config)
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StartError(f"--config {path}: {reason(error)}") from None
     parser = Parser(add_help=False)
     add_arguments(parser)
+    found = argparse.Namespace()
     try:
-        found = parser.parse_args(_words(values))
+        for name, value in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            _take(parser, found, name, value)
+    except (OSError, ValueError) as error:
+        raise StartError(f"--config {path}: {reason(error)}") from None
     except Misuse as mistake:
         raise StartError(f"--config {path}: {mistake.what}") from None
-    given = {name: value for name, value in vars(found).items() if value is not None}
     if hasattr(args, "model_positional"):  # it is --model by another name
-        given.pop("model", None)
-    return argparse.Namespace(**{**given, **vars(args)})
+        vars(found).pop("model", None)
+    return argparse.Namespace(**{**vars(found), **vars(args)})
 
 
-def _words(values: dict[str, object]) -> list[str]:
-    """A TOML table as the words of a command line."""
-    words: list[str] = []
-    for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value is False:
-            words.append(f"--no-{flag[2:]}")
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
-        else:
-            words += [f"{flag}={value}"]
-    return words
+def _take(parser: Parser, found: argparse.Namespace, name: str, value: object) -> None:
+    """Set what one line of the file says. Raises Misuse for what no command line could say with this flag."""
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, dict) for item in items):
+        parser.error(f"{name} is a table: the file has flags' names and their values, and no tables")
+    flag = f"--{name.replace('_', '-')}"
+    action = parser.action_of(flag)
+    if action.dest == "config":
+        parser.error("--config cannot stand in the file: one file is read")
+    if hasattr(found, action.dest):
+        parser.error(f"{flag}: its value is given twice")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            parser.error(f"{flag}: must be true or false, got {_kind(value)}")
+        said = flag if value else _opposite(action, flag)
+        if said is not None:
+            parser.set_flag(found, said, [])
+        return
+    if isinstance(value, list) and action.nargs is None:
+        parser.error(f"{flag}: takes one value, got a list")
+    is_number = action.type in _NUMBERS
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, float, str) if is_number else str):
+            parser.error(f"{flag}: must be {'a number' if is_number else 'text in quotes'}, got {_kind(item)}")
+    parser.set_flag(found, flag, [str(item) for item in items])
+
+
+def _opposite(action: argparse.Action, flag: str) -> str | None:
+    """What says the contrary: --no-x of --x; None where that is not to give the flag at all."""
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return None
+    return next(other for other in action.option_strings if other != flag)
+
+
+def _kind(value: object) -> str:
+    """What a TOML value is; the value itself may be a key, and is not shown."""
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "a table"}
+    return kinds.get(type(value), "a date or a time")
 
 
 def _add_listening(parser: argparse.ArgumentParser) -> None:
