@@ -15,7 +15,7 @@ from steelyard.perf import ceilings
 from steelyard.perf.ceilings import Sizes, measure, measure_ceiling
 from steelyard.perf.timing import best_ms
 from steelyard.plan.costs import Setup, decode
-from steelyard.plan.device import ceilings_toml, find_device
+from steelyard.plan.device import Ceilings, ceilings_toml, find_device
 from steelyard.plan.formats import weight_format
 from steelyard.plan.presets import preset_config
 from steelyard.plan.roofline import Roofline
@@ -97,6 +97,23 @@ def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "busy (load average 100.0" in str(ceilings.busy_with_others())
     monkeypatch.setattr(ceilings.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert ceilings.busy_with_others() is None
+
+
+def test_a_run_on_a_busy_machine_or_with_two_answers_carries_that_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bandwidth of 1 GB/s and then of 3, the rest alike."""
+    one = Ceilings(1e12, 1e12, 1e9, 1e9, 1e9, 1e-6)
+    answers = [one, dataclasses.replace(one, kv_bandwidth=3e9, weights_bandwidth=1.1e9)]
+    monkeypatch.setattr(ceilings, "_probed", lambda *_: answers.pop(0))
+    monkeypatch.setattr(ceilings, "busy_with_others", lambda: "the machine was busy")
+    device = measure(None, SMALL)
+    assert device.doubts == ("the machine was busy", "kv_gb_per_s came out as 1 and as 3 in one run")
+    assert device.ceilings is not None
+    assert (device.ceilings.kv_bandwidth, device.ceilings.weights_bandwidth) == (3e9, 1.1e9)
+    path = tmp_path / "mine.toml"
+    path.write_text(ceilings_toml(device))
+    assert find_device(str(path)).doubts == device.doubts
 
 
 def test_kernels_are_held_against_the_same_probes() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from steelyard.cli.main import main
 from steelyard.errors import StartError
 from steelyard.plan.device import DEVICES, GIB, Ceilings, ceilings_toml, find_device, read_device
 
@@ -83,6 +85,7 @@ def test_a_custom_device_survives_its_own_toml(tmp_path: Path) -> None:
         ("bf16_tflops = 1\nbandwidth_gb_per_s = 1\nmemory_gib = 1\nspeed = 3", "speed"),
         ("bf16_tflops = 1\nbandwidth_gb_per_s = 1\nmemory_gib = 1\n[measured]\nmatmul_tflops = 1", "attention_tflops"),
         ("bf16_tflops = 1\nbandwidth_gb_per_s = 1\nmemory_gib = 1\nmeasured = 2", "measured"),
+        ("bf16_tflops = 1\nbandwidth_gb_per_s = 1\nmemory_gib = 1\n[measured]\ndoubts = 'x'", "doubts"),
     ],
 )
 def test_a_bad_device_file_names_its_field(tmp_path: Path, text: str, field: str) -> None:
@@ -100,3 +103,23 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     path.write_text("= nonsense")
     with pytest.raises(StartError, match=r"bad\.toml.*TOML"):
         find_device(str(path))
+
+
+def test_what_was_doubtful_when_measuring_is_said_by_every_later_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doubt = 'the machine was busy ("load" 9)'
+    measured = replace(find_device("H200"), doubts=(doubt,)).with_ceilings(
+        Ceilings(700e12, 530e12, 3.4e12, 4.1e12, 4.26e12, 3e-4)
+    )
+    path = tmp_path / "mine.toml"
+    path.write_text(ceilings_toml(measured))
+    assert read_device(path).doubts == (doubt,)
+    load = "--rate 1 --input 100 --output 100"
+    for topic in ("", f"compare --to device={path}", f"tune {load}", "cache", "waste"):
+        word, _, flags = topic.partition(" ")
+        device = "H200" if word == "compare" else str(path)
+        assert main(["plan", *([word] if word else []), "llama-3-8b", "--device", device, *flags.split()]) == 0
+        said = capsys.readouterr()
+        assert (said.out + said.err).count(doubt) == 1, topic
+        assert ("in doubt: see the notes" in said.out) == (word == "")

@@ -31,6 +31,8 @@ from steelyard.plan.tune import tune
 from steelyard.plan.workload import Slo, Workload, from_trace, read_trace
 
 TOPICS = ("compare", "tune", "cache", "waste", "fit")
+SHOW_NOTES = ("", "compare")
+"""Topics whose answer has a plan's notes."""
 TOPICS_HELP = """topics, a word before MODEL:
   compare   the plan beside that of alternatives, each a --to
   tune      a value for every serving parameter, why, and the command to start with
@@ -122,6 +124,9 @@ def run(args: argparse.Namespace) -> int:
     only_measures = args.measure and not words and not topic
     plan_flags.refuse_unread(args, "--measure" if only_measures else topic)
     device = _device(args)
+    if args.measure or topic not in SHOW_NOTES:
+        for doubt in device.doubts:
+            print(f"steelyard plan: {doubt}; measure again when it is quiet", file=sys.stderr)
     if only_measures:
         return 0
     if len(words) != 1:
@@ -168,8 +173,6 @@ def _device(args: argparse.Namespace) -> Device:
             raise StartError("--save needs --measure: there are no ceilings to write otherwise", param="save")
         return find_device("H200" if args.device is None else args.device)
     ceilings = importlib.import_module("steelyard.perf.ceilings")
-    if (busy := ceilings.busy_with_others()) is not None:
-        print(f"steelyard plan: {busy}; measure again when it is quiet", file=sys.stderr)
     device: Device = ceilings.measure(args.device)
     text = ceilings_toml(device)
     if args.save:

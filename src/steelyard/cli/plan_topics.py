@@ -84,7 +84,8 @@ def compare(args: argparse.Namespace, model: PlannedModel, options: Options) -> 
     lines = [_compared(plan) for _, plan in plans]
     labels = list(lines[0])
     rows = [[label, *(line.get(label, "-") for line in lines)] for label in labels]
-    print("\n".join(table(["", *(name for name, _ in plans)], rows)))
+    notes = {f"Note: {note}." for _, plan in plans for note in plan.notes}
+    print("\n".join([*table(["", *(name for name, _ in plans)], rows), *sorted(notes)]))
     return 0
 
 

@@ -1,5 +1,7 @@
 """Measures what this machine's device can do: the ceilings that `steelyard plan --measure` plans with. Needs torch.
 
+Every probe runs twice, some time apart: the better counts, and where they do not agree the device says so.
+
 On a GPU each ceiling is a median of the operation that it bounds, repeated until it takes some milliseconds, on buffers
 larger than any cache. What is measured are library kernels; the server's own may be faster or slower, and its step
 records say which.
@@ -23,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from steelyard.errors import StartError
 from steelyard.kernels import cpu_linear, cpu_products
 from steelyard.perf.timing import Call, best_ms, clear, median_ms, own_stream
-from steelyard.plan.device import Ceilings, Device, find_device
+from steelyard.plan.device import Ceilings, Device, best_of, find_device
 
 Attend = Callable[..., Tensor]
 
@@ -65,7 +67,9 @@ def measure(name: str | None = None, sizes: Sizes | None = None) -> Device:
     """The device of this machine with its ceilings; `name` picks the datasheet where it cannot be told.
 
     Without a GPU the processor is measured, in bfloat16 and in float32; where no datasheet is known the best that was
-    seen stands in for it. Raises StartError for a name that is not in the table, or that is another device's.
+    seen stands in for it. `doubts` of the result: the machine was busy, or a probe gave two answers.
+
+    Raises StartError for a name that is not in the table, or that is another device's.
     """
     on_gpu = torch.cuda.is_available()
     named = None if name is None else find_device(name)
@@ -74,22 +78,24 @@ def measure(name: str | None = None, sizes: Sizes | None = None) -> Device:
             f"--device {name} is not in this machine, which has no GPU: without --device its processor is measured",
             param="device",
         )
+    busy = busy_with_others()
     where = torch.device("cuda" if on_gpu else "cpu")
-    used = sizes or _sizes(where)
-    if not on_gpu:
-        processor = _measure_processor(where, used)
-        assert processor.ceilings is not None
-        return processor if named is None else named.with_ceilings(processor.ceilings)
-    with own_stream(where):
-        ceilings = _ceilings(where, torch.bfloat16, used)
+    measured = (_measure_gpu if on_gpu else _measure_processor)(where, sizes or _sizes(where))
     if named is not None:
-        return named.with_ceilings(ceilings)
+        assert measured.ceilings is not None
+        measured = replace(named.with_ceilings(measured.ceilings), doubts=measured.doubts)
+    return measured if busy is None else replace(measured, doubts=(busy, *measured.doubts))
+
+
+def _measure_gpu(where: torch.device, sizes: Sizes) -> Device:
+    with own_stream(where):
+        ceilings, doubts = _ceilings(where, torch.bfloat16, sizes)
     properties = torch.cuda.get_device_properties(where)
     try:
         known = find_device(properties.name.split("(")[0].strip())
     except StartError:
-        return _from_ceilings(properties.name, ceilings, properties.total_memory)
-    return replace(known, memory_bytes=properties.total_memory).with_ceilings(ceilings)
+        return replace(_from_ceilings(properties.name, ceilings, properties.total_memory), doubts=doubts)
+    return replace(known, memory_bytes=properties.total_memory, ceilings=ceilings, doubts=doubts)
 
 
 def busy_with_others() -> str | None:
@@ -97,7 +103,7 @@ def busy_with_others() -> str | None:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load <= QUIET_LOAD * cores:
         return None
-    return f"this machine is busy (load average {load:.1f} on {cores} cores): what is measured now may be too low"
+    return f"the machine was busy (load average {load:.1f} on {cores} cores) when measured: ceilings may be too low"
 
 
 def _measure_processor(where: torch.device, sizes: Sizes) -> Device:
@@ -107,12 +113,12 @@ def _measure_processor(where: torch.device, sizes: Sizes) -> Device:
     """
     rates = {dtype: _matmul(where, dtype, sizes) for dtype in (torch.bfloat16, torch.float32)}
     dtype = max(rates, key=lambda d: rates[d])
-    ceilings = _ceilings(where, dtype, sizes)
+    ceilings, doubts = _ceilings(where, dtype, sizes)
     ceilings = replace(ceilings, matmul_flops=max(ceilings.matmul_flops, rates[dtype]))
     found = _from_ceilings("this processor", ceilings, _host_memory())
     in_cache = replace(sizes, copy_elements=min(sizes.copy_elements, IN_CACHE_ELEMENTS))
     bandwidth = max(found.bandwidth, _read(where, torch.float32, sizes), _read(where, torch.float32, in_cache))
-    return replace(found, bandwidth=bandwidth, fp32_flops=rates[torch.float32])
+    return replace(found, bandwidth=bandwidth, fp32_flops=rates[torch.float32], doubts=doubts)
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> Ceiling:
@@ -140,8 +146,13 @@ def _host_memory() -> int:
     return int(found["MemTotal"].split()[0]) * 1024
 
 
-def _ceilings(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings:
-    """Every ceiling, one probe after the other; each frees its buffers before the next."""
+def _ceilings(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[Ceilings, tuple[str, ...]]:
+    """Every ceiling, and what is doubtful about them."""
+    return best_of(_probed(where, dtype, sizes), _probed(where, dtype, sizes))
+
+
+def _probed(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings:
+    """One probe after the other; each frees its buffers before the next."""
     found = Ceilings(
         matmul_flops=_matmul(where, dtype, sizes),
         attention_flops=_prefill_attention(where, dtype, sizes),

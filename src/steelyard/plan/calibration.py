@@ -121,7 +121,8 @@ def from_ceilings(roofline: Roofline) -> Calibration:
     rates = Rates.measured(roofline.setup.device)
     ceilings = roofline.setup.device.ceilings
     assert ceilings is not None
-    return Calibration(rates, ceilings.step_s, 1.0, 1.0, 1.0, 1.0, 1.0, "ceilings measured on the device")
+    source = "ceilings measured on the device" + (", in doubt: see the notes" if roofline.setup.device.doubts else "")
+    return Calibration(rates, ceilings.step_s, 1.0, 1.0, 1.0, 1.0, 1.0, source)
 
 
 def default_calibration(roofline: Roofline) -> Calibration:

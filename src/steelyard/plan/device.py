@@ -7,9 +7,10 @@ with 32-bit accumulation. Bandwidth is decimal. Memory is what the driver report
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Device:
 
     link_bandwidth  bytes/s to the other devices of the node, one direction; None: not known
     host_bandwidth  bytes/s to host memory, one direction
+    doubts          why the measured ceilings may be wrong, a sentence each
     """
 
     name: str
@@ -57,6 +59,7 @@ class Device:
     host_bandwidth: float = 25e9
     fp32_flops: float | None = None
     ceilings: Ceilings | None = None
+    doubts: tuple[str, ...] = ()
 
     def flops(self, kind: str) -> float:
         """Peak FLOP/s of the arithmetic that weights of a kind run in: "fp8" (if the device has it), "bf16", "fp32"."""
@@ -139,6 +142,7 @@ def read_device(path: Path) -> Device:
     memory_gib = 24.0           # fp8_tflops, fp32_tflops, link_gb_per_s, host_gb_per_s are optional
     [measured]                  # optional, all of them
     matmul_tflops = 80.0        # attention_tflops, weights_gb_per_s, kv_gb_per_s, copy_gb_per_s, step_us
+    doubts = ["..."]            # optional: why these may be wrong
     """
     try:
         table = tomllib.loads(path.read_text())
@@ -163,27 +167,46 @@ def read_device(path: Path) -> Device:
     if host is not None:
         device = replace(device, host_bandwidth=host * 1e9)
     if "measured" in table:
-        device = device.with_ceilings(_read_ceilings(path, table["measured"]))
+        ceilings, doubts = _read_ceilings(path, table["measured"])
+        device = replace(device.with_ceilings(ceilings), doubts=doubts)
     return device
 
 
 _MEASURED = ("matmul_tflops", "attention_tflops", "weights_gb_per_s", "kv_gb_per_s", "copy_gb_per_s", "step_us")
+_SCALES = (1e12, 1e12, 1e9, 1e9, 1e9, 1e-6)
+AGREEMENT = 1.2
+"""Rates of one probe, measured twice, that differ by more than this factor are in doubt."""
 
 
-def _read_ceilings(path: Path, table: Any) -> Ceilings:
+def best_of(first: Ceilings, again: Ceilings) -> tuple[Ceilings, tuple[str, ...]]:
+    """The better of two measurements, probe by probe, and a sentence for each rate on which they do not agree.
+
+    A step's fixed cost, some microseconds, is not compared.
+    """
+    pairs = list(zip(astuple(first), astuple(again), strict=True))
+    best = replace(Ceilings(*(max(pair) for pair in pairs)), step_s=min(pairs[-1]))
+    doubts = tuple(
+        f"{key} came out as {a / scale:.3g} and as {b / scale:.3g} in one run"
+        for key, scale, (a, b) in zip(_MEASURED[:-1], _SCALES, pairs)
+        if max(a, b) > AGREEMENT * min(a, b)
+    )
+    return best, doubts
+
+
+def _read_ceilings(path: Path, table: Any) -> tuple[Ceilings, tuple[str, ...]]:
     if not isinstance(table, dict):
         raise StartError(f"--device {path}: measured must be a table", param="measured")
-    _known(path, table, _MEASURED)
-    scales = (1e12, 1e12, 1e9, 1e9, 1e9, 1e-6)
-    return Ceilings(*(_number(path, table, key) * scale for key, scale in zip(_MEASURED, scales)))
+    _known(path, table, (*_MEASURED, "doubts"))
+    doubts = table.get("doubts", [])
+    if not isinstance(doubts, list) or not all(isinstance(d, str) for d in doubts):
+        raise StartError(f"--device {path}: doubts must be a list of sentences, got {doubts!r}", param="doubts")
+    return Ceilings(*(_number(path, table, key) * scale for key, scale in zip(_MEASURED, _SCALES))), tuple(doubts)
 
 
 def ceilings_toml(device: Device) -> str:
     """A device with measured ceilings as the TOML text that `read_device` reads."""
     assert device.ceilings is not None
     c = device.ceilings
-    values = (c.matmul_flops, c.attention_flops, c.weights_bandwidth, c.kv_bandwidth, c.copy_bandwidth, c.step_s)
-    scales = (1e12, 1e12, 1e9, 1e9, 1e9, 1e-6)
     lines = [f'name = "{device.name}"', f"bf16_tflops = {device.bf16_flops / 1e12!r}"]
     for key, value, scale in (
         ("fp8_tflops", device.fp8_flops, 1e12),
@@ -195,7 +218,9 @@ def ceilings_toml(device: Device) -> str:
     ):
         if value is not None:
             lines.append(f"{key} = {value / scale!r}")
-    lines += ["[measured]"] + [f"{k} = {v / s:.6g}" for k, v, s in zip(_MEASURED, values, scales)]
+    lines += ["[measured]"] + [f"{k} = {v / s:.6g}" for k, v, s in zip(_MEASURED, astuple(c), _SCALES)]
+    if device.doubts:
+        lines.append(f"doubts = {json.dumps(device.doubts)}")
     return "\n".join(lines) + "\n"
 
 

@@ -210,7 +210,8 @@ def _memory(model: PlannedModel, setup: Setup, options: Options, buckets: Bucket
 
 
 def _notes(setup: Setup, context_len: int, options: Options) -> list[str]:
-    shape, device, notes = setup.shape, setup.device, []
+    shape, device = setup.shape, setup.device
+    notes = list(device.doubts)
     if context_len > shape.max_position:
         notes.append(f"a context of {context_len:,} is beyond the model's own limit of {shape.max_position:,}")
     if setup.weights.body == "F8" and not device.fp8_flops:

@@ -82,6 +82,7 @@ def _device(plan: Plan) -> dict[str, Any]:
             "kv_gb_per_s": ceilings.kv_bandwidth / 1e9,
             "copy_gb_per_s": ceilings.copy_bandwidth / 1e9,
             "step_us": ceilings.step_s * 1e6,
+            "doubts": list(device.doubts),
         },
     }
 
