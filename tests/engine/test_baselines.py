@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,15 @@ def test_a_tight_target_leaves_room_for_what_must_be_computed_whole(folder: Path
     submits = [Submit(f"r{i}", tokens, sampling, tpot_slo_ns=1) for i, tokens in enumerate(prompts(LENS))]
     ends = [m for messages in run(engine, submits) for m in messages if isinstance(m, Finished)]
     assert [m.reason for m in ends] == ["length"] * len(LENS)
+
+
+def test_a_batch_that_comes_due_between_a_step_and_the_look_after_it_is_run(folder: Path) -> None:
+    engine = build_engine(config(folder, batching="dynamic", batch_timeout=0.05))
+    looks = count(engine.clock_ns(), 10_000_000)
+    engine.clock_ns = lambda: next(looks)  # any look may be the first after the batch is due
+    sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    for start in range(6):
+        for _ in range(start):
+            next(looks)
+        messages = [m for each in run(engine, [Submit(f"r{start}", [5, 6, 7], sampling)]) for m in each]
+        assert any(isinstance(m, Finished) for m in messages)

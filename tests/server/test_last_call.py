@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.server.backlog import has_queued, turn_away
+from steelyard.server.backlog import SocketName, has_queued, turn_away
 from tests import tiny_model
 from tests.cases.rig import Server, open_request, scripted_servers, wait_for
 from tests.server.test_serve import start_serve
@@ -127,7 +127,7 @@ def test_a_socket_that_turns_away_keeps_who_was_there(family: socket.AddressFami
         listening.listen(5)
         assert not has_queued(listening)
         early.connect(listening.getsockname())
-        turn_away(listening)
+        turn_away(listening, SocketName.of(str(tmp_path / "s")))
         assert has_queued(listening)
         late.settimeout(0.2)
         with pytest.raises((TimeoutError, FileNotFoundError)):
@@ -136,3 +136,19 @@ def test_a_socket_that_turns_away_keeps_who_was_there(family: socket.AddressFami
         early.sendall(b"both ways")
         assert accepted.recv(9) == b"both ways" and not has_queued(listening)
         accepted.close()
+
+
+def test_a_name_that_is_another_sockets_by_now_is_left(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as old, socket.socket(socket.AF_UNIX) as new:
+        assert SocketName.of(path) is None
+        old.bind(path)
+        name = SocketName.of(path)
+        assert name is not None
+        os.rename(path, tmp_path / "kept")  # so that its inode is not given out again
+        new.bind(path)
+        turn_away(old, name)
+        assert os.path.exists(path)
+        os.rename(tmp_path / "kept", path)
+        turn_away(old, name)
+        assert not os.path.exists(path)

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from steelyard.cli.main import main
+from steelyard.cli.serve import ENGINE_EXIT_S
 from tests import tiny_model
 
 SERVE = [sys.executable, "-m", "steelyard.cli.main", "serve"]
@@ -303,3 +304,19 @@ def test_sighup_reads_the_keys_again_and_a_mistake_changes_nothing(model: Path, 
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_a_server_that_is_stopped_while_it_loads_does_not_wait_for_its_engine(
+    model: Path, script: str, fronts: str
+) -> None:
+    flags = ["--script", script, "--port", "0", "--api-server-count", fronts]
+    process = subprocess.Popen([*SERVE, str(model), *flags], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = ""
+    while "loading" not in seen:
+        seen += process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(0.8 * ENGINE_EXIT_S) == 2
+    assert "stopped while the model was loading" in process.stderr.read()
+    process.stderr.close()

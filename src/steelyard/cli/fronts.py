@@ -132,7 +132,8 @@ class Fronts:
         self._hub.lost(index)
         self._usage.forget(index)
         if self._stopping:
-            self._exit_code = self._exit_code or code
+            if code != -signal.SIGTERM:  # one that had not begun to listen has nothing to drain
+                self._exit_code = self._exit_code or code
             return
         now_s = time.monotonic()
         self._deaths.append(now_s)

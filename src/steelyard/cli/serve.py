@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import uvloop
 
@@ -35,6 +34,7 @@ from steelyard.config import EngineConfig, ServerConfig
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import EngineDead, StartError
 from steelyard.server import logs
+from steelyard.server.backlog import SocketName
 from steelyard.server.client import EngineClient
 from steelyard.server.metrics import Metrics
 from steelyard.server.tenants import Tenants
@@ -102,6 +102,8 @@ class _Serving:
         self._sockets = sockets
         self._front: Front | None = None
         self._fronts: Fronts | None = None
+        self._is_ready = False
+        self._name = None if config.uds is None else SocketName.of(config.uds)
         if config.api_server_count == 1:
             self._front = Front(config, engine_config, checkpoint, tenants)
 
@@ -121,11 +123,13 @@ class _Serving:
         finally:
             client.control("halt")
             side.close()
+            if not self._is_ready:  # it hears nothing before it is; what it was loading is nobody's
+                process.terminate()
             at_once = self._forced
             was_stuck = await asyncio.to_thread(_end, process, FORCED_EXIT_S if at_once else ENGINE_EXIT_S)
             remove_address(address)
-            if self._config.uds is not None:
-                Path(self._config.uds).unlink(missing_ok=True)
+            if self._name is not None:
+                self._name.unlink()
         return 1 if was_stuck and not at_once else exit_code
 
     @property
@@ -135,20 +139,22 @@ class _Serving:
         return self._front is not None and self._front.server is not None and self._front.server.force_exit
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
-        """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait."""
-        with suppress(OSError):  # a full disk behind stderr is no reason not to serve
-            print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
+        """Raises StartError with what the engine said if it cannot start. SIGTERM ends the wait.
+
+        Its handler stays until those who serve put theirs in its place.
+        """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        with suppress(OSError):  # a full disk behind stderr is no reason not to serve
+            print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
         try:
             await client.ready()
         except EngineDead as error:
             raise StartError(error.message) from None
         except asyncio.CancelledError:
             raise StartError("stopped while the model was loading") from None
-        finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+        self._is_ready = True
 
     async def _serve(self, client: EngineClient, address: str) -> int:
         if self._front is not None:

@@ -40,12 +40,13 @@ def run(engine: Engine, submits: Sequence[Submit]) -> Iterator[list[FromEngine]]
             if isinstance(answer, Refused):
                 raise PromptRefused(number, answer)
         while engine.has_work:
+            before_ns = engine.clock_ns()  # a batch that this step waited for may have been due since
             with _uninterrupted():
                 messages = engine.step()
             is_stuck = not (engine.progressed or messages)
             if is_stuck and engine.next_deadline_ns is None and not engine.grammars.wait():
                 status = engine.status()
-                if status.running == 0 and engine.scheduler.fills_a_batch(engine.clock_ns()):
+                if status.running == 0 and engine.scheduler.fills_a_batch(before_ns):
                     time.sleep(_LOOK_AGAIN_S)
                     continue
                 raise RequestFailed(f"no step can make progress ({status.running} running, {status.waiting} waiting)")

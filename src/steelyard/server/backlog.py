@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 
 _SO_ATTACH_FILTER = 26
 _INSTRUCTIONS = (
@@ -27,12 +28,39 @@ _INSTRUCTIONS = (
 """Classic BPF: (code, jump if true, jump if false, value) each; Linux's Documentation/networking/filter.rst."""
 
 
-def turn_away(sock: socket.socket) -> None:
-    """From now on no connection enters the queue of a listening socket. Where the system cannot: nothing happens."""
+@dataclass(frozen=True, slots=True)
+class SocketName:
+    """A UNIX socket's path and the file that it was; somebody else's socket may stand there later."""
+
+    path: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: str) -> SocketName | None:
+        """Of the socket that is there now; None: nothing is."""
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        return cls(path, found.st_dev, found.st_ino)
+
+    def unlink(self) -> None:
+        """Remove it, if it is still there."""
+        if SocketName.of(self.path) == self:
+            with suppress(OSError):
+                os.unlink(self.path)
+
+
+def turn_away(sock: socket.socket, name: SocketName | None = None) -> None:
+    """From now on no connection enters the queue of a listening socket, a UNIX socket of that name.
+
+    Where the system cannot: nothing happens.
+    """
     with suppress(OSError):
-        if sock.family == socket.AF_UNIX:
-            os.unlink(sock.getsockname())
-        elif sys.platform == "linux":
+        if name is not None:
+            name.unlink()
+        elif sock.family != socket.AF_UNIX and sys.platform == "linux":
             program = b"".join(struct.pack("HBBI", *one) for one in _INSTRUCTIONS)
             buffer = ctypes.create_string_buffer(program)
             fprog = struct.pack("HP", len(_INSTRUCTIONS), ctypes.addressof(buffer))

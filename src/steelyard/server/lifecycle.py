@@ -13,16 +13,19 @@ connections then. A connection is answered, or refused where it connects: none i
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from steelyard.server.backlog import has_queued, turn_away
+from steelyard.server.backlog import SocketName, has_queued, turn_away
 from steelyard.server.connection import BoundedHttp, HeadLimits
 from steelyard.server.errors import ShuttingDown
 from steelyard.server.service import Service, log
@@ -65,9 +68,20 @@ class DrainingServer(uvicorn.Server):
         self._on_listening = on_listening
         self._num_signals = 0
         self._failed = False
+        self._names: dict[socket.socket, SocketName | None] = {}
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The loop's handlers instead of uvicorn's: they take the place of those of the start, and none is lost
+        between the two. They stay, for a signal that comes while the engine ends."""
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(sig, self.handle_exit, sig, None)
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Runs inside the signal. Signals are not raised again after the drain: a drained server exits 0."""
+        """Signals are not raised again after the drain: a drained server exits 0."""
         self._num_signals += 1
         self._service.draining = True
         self.should_exit = True
@@ -75,6 +89,8 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for sock in sockets or []:
+            self._names[sock] = SocketName.of(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         await super().startup(sockets)
         if self._service.client.death is None:
             self._on_listening()
@@ -108,7 +124,7 @@ class DrainingServer(uvicorn.Server):
     async def _last_call(self, sockets: list[socket.socket]) -> None:
         """Let nobody new in, and wait until the loop has accepted and answered who was."""
         for sock in sockets:
-            turn_away(sock)
+            turn_away(sock, self._names.get(sock))
         deadline_ns = self._service.clock_ns() + int(LAST_CALL_S * 1e9)
         while not self.force_exit and self._service.clock_ns() < deadline_ns:
             if not any(has_queued(sock) for sock in sockets) and not self._num_unanswered():
