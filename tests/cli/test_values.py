@@ -177,6 +177,15 @@ def test_a_default_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of a prompt (default: 256)" in said and "requests, of each group (default: 100) --group" in said
 
 
+def test_a_default_of_several_is_told_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["plan"], "(default: 1,8,32,"), (["bench", "kernels"], "(default: 1,32)")):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert said in " ".join(capsys.readouterr().out.split())
+    for parser in every_parser():
+        assert not re.search(r"default: [(\[]", " ".join(parser.format_help().split())), parser.prog
+
+
 def test_the_helps_name_what_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     for words, name in (
         (["ablate", "--help"], "kv-cache-dtype"),

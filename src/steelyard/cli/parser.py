@@ -30,7 +30,8 @@ class Helps(argparse.RawDescriptionHelpFormatter):
         told = not text or "default" in text or not action.option_strings
         if told or value is None or value is argparse.SUPPRESS or value in (False, "", [], (), {}):
             return text
-        return f"{text} (default: {value})"
+        as_typed = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+        return f"{text} (default: {as_typed})"
 
 
 class Misuse(Exception):
