@@ -39,3 +39,11 @@ def test_the_page_has_the_windows_as_the_markdown_has_them() -> None:
 def test_a_table_of_facts_is_written_as_words() -> None:
     assert _said({"block_size": "16", "device": "auto"}) == "block_size 16, device auto"
     assert _said("a command") == "a command"
+    blank = {"batch_size": "", "seed": "0", "script": " ", "rate": None, "ramp_s": 0.0}
+    assert _said(blank) == "seed 0, ramp_s 0.0", "what has no value is left out, and a zero is one"
+
+
+def test_rates_are_figures_and_the_residual_a_share() -> None:
+    shown = {**window(9, 15_812.4, 1.5), "little_residual": 8.249e-06}
+    lines = window_lines({"whole run": shown})
+    assert "| requests/s | 15,812 |" in lines and "| Little residual | 0.00% |" in lines

@@ -68,6 +68,7 @@ def test_the_start_table_has_every_term_and_every_phase_and_their_sums() -> None
     assert amounts.pop("total") == 1000 == sum(amounts.values())
     assert set(amounts) == set(device_bytes(TERMS)) - {"total"}
     assert lines[-1].endswith("3.75 s  in all")
+    assert len({line.index("|") for line in (headings, *lines)}) == 1, "a rule parts memory from time in every line"
     assert [line.split(" s  ")[1] for line in lines if " s  " in line] == ["import", "weights", "other", "in all"]
     many = start_table(MemoryTerms(10), {f"p{i}": 1.0 for i in range(20)})
     assert len(many) == 22 and many[-1].endswith("20.00 s  in all")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from steelyard.cli.doctor import _cuda_words
 from steelyard.perf import doctor, kernel_bench
 from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.ceilings import Ceiling
@@ -78,6 +79,15 @@ def test_a_path_not_taken_is_a_finding_with_its_reason(found: Examination) -> No
 
 def test_it_is_json(found: Examination) -> None:
     assert json.loads(json.dumps(found.to_dict()))["backends"]["naive"] is None
+
+
+def test_what_cuda_is_here_is_said_in_words() -> None:
+    none: dict[str, str | None] = {"runtime": None, "driver": None, "driver_supports": None, "nvcc": None}
+    assert _cuda_words(none) == ["torch is built without CUDA", "no driver", "no nvcc"]
+    all_of_it = none | {"runtime": "13.0", "driver": "580.1", "driver_supports": "13.0", "nvcc": "12.4"}
+    said = "torch is built with CUDA 13.0; driver 580.1, which runs CUDA 13.0; nvcc 12.4"
+    assert "; ".join(_cuda_words(all_of_it)) == said
+    assert "-" not in "; ".join(_cuda_words(none | {"driver": "580.1"}))
 
 
 def facts(**cuda: str | None) -> Examination:

@@ -10,6 +10,7 @@ from typing import Any
 from steelyard.bench.ablate import Comparison, at_path, spent
 from steelyard.bench.arms import ArmSet
 from steelyard.bench.repeats import LEAST_PAIRS, Paired
+from steelyard.core.digits import in_digits
 
 Json = dict[str, Any]
 COLUMNS = {
@@ -65,7 +66,7 @@ def _comparison(c: Comparison) -> list[str]:
     for title, p in c.metrics.items():
         a, b = (fmean(v) for v in c.values[title])
         shown = relative(p)
-        lines.append(f"| {title} | {a:.4g} | {b:.4g} | {shown} | {'yes' if p.decided else 'no'} |")
+        lines.append(f"| {title} | {in_digits(a)} | {in_digits(b)} | {shown} | {'yes' if p.decided else 'no'} |")
     lines += ["", _prediction(c)]
     if c.attribution:
         lines += ["", "| account, ms a request | difference |", "| --- | --- |"]
@@ -73,7 +74,7 @@ def _comparison(c: Comparison) -> list[str]:
         lines.append(f"| residual, in no account | {c.residual_ms:+.3f} |")
     if c.spent:
         lines += ["", "| what was spent | A | B |", "| --- | --- | --- |"]
-        lines += [f"| {title} | {a:.4g} | {b:.4g} |" for title, (a, b) in c.spent.items()]
+        lines += [f"| {title} | {in_digits(a)} | {in_digits(b)} |" for title, (a, b) in c.spent.items()]
     lines += ["", f"Quality: {c.quality}", ""]
     return lines + [f"* Not to be quoted as it is: {why}." for why in c.void]
 
@@ -91,8 +92,8 @@ def _prediction(c: Comparison) -> str:
     if e is None:
         return "Predicted: nothing; plan has no term for this, or no model and device were named."
     seen = c.metrics.get(e.of)
-    observed = "not measured" if seen is None else f"{1.0 + seen.relative.mean:.3g}"
-    return f"Predicted: {e.of}, B over A, {e.ratio:.3g} ({e.formula}); observed {observed}."
+    observed = "not measured" if seen is None else f"{in_digits(1.0 + seen.relative.mean)}"
+    return f"Predicted: {e.of}, B over A, {in_digits(e.ratio)} ({e.formula}); observed {observed}."
 
 
 def set_markdown(result: SetResult) -> str:
@@ -120,4 +121,4 @@ def set_markdown(result: SetResult) -> str:
 
 def _mean(values: Sequence[float | None]) -> str:
     known = [v for v in values if v is not None]
-    return f"{fmean(known):,.4g}" if known else "-"
+    return in_digits(fmean(known)) if known else "-"

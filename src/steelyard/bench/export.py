@@ -10,6 +10,7 @@ from typing import Any
 
 from steelyard.bench.record import Clock, RequestRecord
 from steelyard.bench.summary import Json
+from steelyard.core.digits import in_digits
 
 PERCENTILES = ("p50", "p95", "p99")
 
@@ -116,7 +117,7 @@ def window_lines(windows: Json) -> list[str]:
     for name, window in windows.items():
         lines += ["", f"## {name.capitalize()}: {window['seconds']:.1f} s, {window['ok']} of {window['scheduled']} ok"]
         stats = [_stat_row(title, found) for title, path in ROWS if (found := at(window, path)) is not None]
-        rates = [f"| {title} | {window[key]:,.4g} |" for title, key in RATES if window.get(key) is not None]
+        rates = [f"| {title} | {_rate(key, window[key])} |" for title, key in RATES if window.get(key) is not None]
         num_rows = len(stats) + len(rates)
         stats, rates = ([row for row in rows if row not in shown] for rows in (stats, rates))
         if stats:
@@ -130,9 +131,16 @@ def window_lines(windows: Json) -> list[str]:
     return lines
 
 
+def _rate(key: str, value: float) -> str:
+    """The residual is a share that is compared with 5 %; the others are figures."""
+    return f"{value:.2%}" if key == "little_residual" else in_digits(value)
+
+
 def _said(value: Any) -> str:
-    """A table as `name value, name value`, whatever else as it is."""
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    """A table as `name value, name value`, of what has a value; whatever else as it is."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None and str(v).strip())
 
 
 def _stat_row(title: str, stats: Json) -> str:
@@ -171,8 +179,8 @@ def server_lines(side: Json | None) -> list[str]:
     lines = ["", "## The server's side, over the same run", "", "| what | value |", "| --- | --- |"]
     for word, title in SERVER_GAUGES.items():
         if side.get(word) is not None:
-            lines.append(f"| {title} | mean {side[word]['mean']:,.4g}, max {side[word]['max']:,.4g} |")
-    lines += [f"| {title} | {side[w]:,.4g} |" for w, title in SERVER_COUNTS.items() if side.get(w) is not None]
+            lines.append(f"| {title} | mean {in_digits(side[word]['mean'])}, max {in_digits(side[word]['max'])} |")
+    lines += [f"| {title} | {in_digits(side[w])} |" for w, title in SERVER_COUNTS.items() if side.get(w) is not None]
     if side["absent"]:
         lines += ["", f"Not read, because the server has no such metric: {', '.join(side['absent'])}."]
     return lines
@@ -189,7 +197,7 @@ def _facts(report: Json) -> Json:
         "server configuration, read back": server.get("config"),
         "client's machine": f"{environment.get('cpu')}, {environment.get('cores')} cores, GPUs: {gpus or 'none'}",
         "versions": f"steelyard {environment.get('steelyard')}, Python {environment.get('python')}",
-        "arrivals": {k: v for k, v in arrivals.items() if v is not None},
+        "arrivals": arrivals,
         "workload": work,
     }
 
@@ -222,7 +230,7 @@ def compare_markdown(reports: Sequence[Json]) -> str:
     for title, key in RATES:
         values = [w.get(key) for w in whole]
         if any(v is not None for v in values):
-            lines.append(f"| {title} | " + " | ".join("" if v is None else f"{v:,.4g}" for v in values) + " |")
+            lines.append(f"| {title} | " + " | ".join("" if v is None else _rate(key, v) for v in values) + " |")
     digests = {r["workload"]["digest"] for r in reports}
     if len(digests) > 1:
         lines += ["", "The runs did different work (their workload hashes differ): ratios between them mean little."]

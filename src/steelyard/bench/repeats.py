@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from steelyard.bench.stats import coefficient_of_variation, mean_interval
+from steelyard.core.digits import in_digits
 
 STABLE_CV = 0.05
 LEAST_PAIRS = 3
@@ -26,11 +27,11 @@ class Repeats:
 
     @property
     def verdict(self) -> str:
-        shown = ", ".join(f"{v:.4g}" for v in self.values)
+        shown = ", ".join(in_digits(v) for v in self.values)
         if len(self.values) < 3:
             return f"{len(self.values)} runs ({shown}): at least 3 are needed to call it stable"
         word = "stable" if self.stable else "NOT STABLE: no number may be quoted"
-        return f"median {self.median:.4g}, runs {shown}, variation {self.cv:.1%}: {word}"
+        return f"median {in_digits(self.median)}, runs {shown}, variation {self.cv:.1%}: {word}"
 
 
 def repeats(values: Sequence[float]) -> Repeats:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from steelyard.core.digits import in_digits
+
 WIDTH = 720
 _NAMES, _VALUES, _ROW = 250, 90, 26
 
@@ -16,7 +18,7 @@ def bars(rows: Sequence[tuple[str, float, str]], label: str, unit: str) -> str:
     parts = [_open(len(rows), label)]
     for i, (name, amount, css) in enumerate(rows):
         width = max(amount * scale, 1.0)
-        parts += _row(i, name, (_NAMES, width, css), (_NAMES + width + 6, "start"), f"{amount:,.4g} {unit}")
+        parts += _row(i, name, (_NAMES, width, css), (_NAMES + width + 6, "start"), f"{in_digits(amount)} {unit}")
     return "\n".join([*parts, "</svg>"])
 
 
@@ -33,7 +35,9 @@ def signed_bars(rows: Sequence[tuple[str, float]], label: str, unit: str) -> str
         less = amount < 0
         left = middle - width if less else middle
         at = (left - 6, "end") if less else (left + width + 6, "start")
-        parts += _row(i, name, (left, width, "less" if less else "more"), at, f"{amount:+,.4g} {unit}")
+        parts += _row(
+            i, name, (left, width, "less" if less else "more"), at, f"{'+' * (amount > 0)}{in_digits(amount)} {unit}"
+        )
     return "\n".join([*parts, "</svg>"])
 
 

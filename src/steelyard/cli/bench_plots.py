@@ -10,6 +10,7 @@ from steelyard.bench.ablate import accounts
 from steelyard.bench.export import at
 from steelyard.cli.bars_svg import bars
 from steelyard.cli.plan_svg import Axis, Plot
+from steelyard.core.digits import in_digits
 
 Json = dict[str, Any]
 _COLOURS = 6
@@ -31,7 +32,7 @@ def trade_off(reports: Sequence[Json]) -> str:
         x_axis = Axis("output tokens a second", 0.0, 1.15 * max(p[1] for p in points) or 1.0)
         plot = Plot(x_axis, Axis(title, 0.0, 1.15 * max(p[2] for p in points) or 1.0), title)
         for i, x, y, name in points:
-            plot.dot(x, y, f"s{i % _COLOURS}", name, f"{name}: {x:,.4g} tok/s, {y:,.4g} ms")
+            plot.dot(x, y, f"s{i % _COLOURS}", name, f"{name}: {in_digits(x)} tok/s, {in_digits(y)} ms")
         found.append(figure(plot.svg(), f"Throughput against {title}: right and low is better."))
     return "".join(found)
 

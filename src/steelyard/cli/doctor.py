@@ -147,11 +147,20 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
         f"python {facts['python']}, torch {facts['torch']}, {facts['platform']}",
         f"cpu     {facts['cpu']}, {facts['cores']} cores, {facts['torch_threads']} torch threads, "
         f"torch uses {facts['torch_capability']}; {features or 'none of the wide instruction sets'}",
-        f"cuda    torch {cuda['runtime'] or 'has none'}, driver {cuda['driver'] or 'none'} "
-        f"(supports {cuda['driver_supports'] or '-'}), nvcc {cuda['nvcc'] or 'none'}",
+        f"cuda    {'; '.join(_cuda_words(cuda))}",
     ]
     if gpu is None:
         return [*lines, "gpu     none"]
     memory = gpu["memory_bytes"] / 2**30
     what = f"{gpu['name']}, {gpu['architecture']} {gpu['capability']}, {gpu['multiprocessors']} multiprocessors"
     return [*lines, f"gpu     {gpu['count']} x {what}, {memory:.1f} GiB"]
+
+
+def _cuda_words(cuda: dict[str, Any]) -> list[str]:
+    """What torch was built with, what the driver runs, and the compiler: each in words where it is missing."""
+    driver, supports = cuda["driver"], cuda["driver_supports"]
+    return [
+        f"torch is built with CUDA {cuda['runtime']}" if cuda["runtime"] else "torch is built without CUDA",
+        f"driver {driver}" + (f", which runs CUDA {supports}" if supports else "") if driver else "no driver",
+        f"nvcc {cuda['nvcc']}" if cuda["nvcc"] else "no nvcc",
+    ]

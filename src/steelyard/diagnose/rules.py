@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from steelyard.core.digits import in_digits
 from steelyard.diagnose.knobs import advice
 from steelyard.diagnose.observation import Observation
 
@@ -57,14 +58,14 @@ class _Tests:
         if value is None:
             return
         self.ratios.append(min(value / limit, 100.0) if limit > 0 else 100.0 if value > 0 else 0.0)
-        self.evidence.append(f"{what} {value:.4g}{unit} (evidence from {limit:.4g}{unit})")
+        self.evidence.append(f"{what} {in_digits(value)}{unit} (evidence from {in_digits(limit)}{unit})")
 
     def below(self, what: str, value: float | None, limit: float, unit: str = "") -> None:
         """Evidence if value <= limit."""
         if value is None:
             return
         self.ratios.append(min(limit / value, 100.0) if value > 0 else 100.0)
-        self.evidence.append(f"{what} {value:.4g}{unit} (evidence up to {limit:.4g}{unit})")
+        self.evidence.append(f"{what} {in_digits(value)}{unit} (evidence up to {in_digits(limit)}{unit})")
 
     def unless(self, condition: bool, why: str) -> None:
         if condition:
@@ -88,9 +89,11 @@ def client(o: Observation) -> Finding | None:
     short = None
     if o.asked_rate and o.achieved_rate is not None:
         short = RATE_LEAST / max(o.achieved_rate / o.asked_rate, 1e-9)
-        t.evidence.append(f"sent {o.achieved_rate:.4g}/s of {o.asked_rate:.4g}/s asked (limit {RATE_LEAST})")
+        t.evidence.append(
+            f"sent {in_digits(o.achieved_rate)}/s of {in_digits(o.asked_rate)}/s asked (limit {RATE_LEAST})"
+        )
     if late is not None and o.delay_s is not None:
-        t.evidence.append(f"sent late by {o.delay_s * 1e3:.4g} ms (limit {DELAY_LIMIT_S * 1e3:g} ms)")
+        t.evidence.append(f"sent late by {in_digits(o.delay_s * 1e3)} ms (limit {DELAY_LIMIT_S * 1e3:g} ms)")
     signs = [x for x in (late, short) if x is not None]
     if not signs:
         return None
@@ -98,10 +101,12 @@ def client(o: Observation) -> Finding | None:
     flight = o.little_in_flight
     held_back = short is not None and short >= 1.0
     if o.client_cap and flight is not None:
-        t.evidence.append(f"{flight:.4g} in flight, the client's cap is {o.client_cap}")
+        t.evidence.append(f"{in_digits(flight)} in flight, the client's cap is {o.client_cap}")
         held_back = held_back or flight >= CAP_REACHED * o.client_cap
     t.unless(not held_back, "late sends alone: all that was asked was sent, and the client held nothing back")
-    t.unless((o.queued or 0.0) >= 1.0, f"the server has {o.queued or 0.0:.4g} waiting: it would not answer sooner")
+    t.unless(
+        (o.queued or 0.0) >= 1.0, f"the server has {in_digits(o.queued or 0.0)} waiting: it would not answer sooner"
+    )
     return t.finding("client")
 
 

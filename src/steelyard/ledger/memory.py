@@ -125,7 +125,7 @@ def is_accounted_for(terms: MemoryTerms) -> bool:
 def start_table(terms: MemoryTerms, start_seconds: Mapping[str, float]) -> list[str]:
     """The device's bytes with their shares, the seconds of each phase of the start beside them, sums at the end.
 
-    The two halves of a line have nothing to do with each other; the headings say what each is.
+    The two halves of a line have nothing to do with each other: a rule parts them, and the headings say what each is.
     """
     named = device_bytes(terms)
     total = max(named["total"], 1)
@@ -135,4 +135,4 @@ def start_table(terms: MemoryTerms, start_seconds: Mapping[str, float]) -> list[
     lines = zip(left + [""] * (num_lines - len(left)), right + [""] * (num_lines - len(right)))
     sums = f"{'total':18} {named['total']:>18,} bytes {1:7.2%}", f"{sum(start_seconds.values()):8.2f} s  in all"
     headings = f"{'held by':18} {'memory':>18}       {'share':>7}", f"{'time':>8}    phase of the start"
-    return [f"{memory:53} {start}".rstrip() for memory, start in [headings, *lines, sums]]
+    return [f"{memory:53} |{start}".rstrip() for memory, start in [headings, *lines, sums]]
