@@ -222,14 +222,8 @@ class LLM:
         """Checked, and the engine knows the vocabulary; "" for free text. Raises InvalidRequest."""
         if asked is None:
             return ""
-        if asked.json is not None or asked.json_object:
-            grammar = source.from_json_schema({"type": "object"} if asked.json is None else dict(asked.json))
-        elif asked.regex is not None:
-            grammar = source.from_regex(asked.regex)
-        elif asked.choice is not None:
-            grammar = source.from_choice(asked.choice)
-        else:
-            grammar = source.from_lark(asked.grammar or "")
+        [(kind, value)] = source.kinds_given(asked)
+        grammar = source.from_kind(kind, value)
         self._checker = self._checker or source.GrammarChecker()
         self._checker.check(grammar, "structured_outputs")
         self._engine.grammars.set_vocabulary(self.tokenizer.to_json(), sorted(self._engine.options.eos_token_ids))

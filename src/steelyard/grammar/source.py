@@ -8,7 +8,7 @@ A grammar that cannot be enforced is refused here, with the library's own words;
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -47,6 +47,26 @@ def from_choice(choices: Sequence[str]) -> str:
 def from_lark(text: str) -> str:
     """A grammar in llguidance's dialect of Lark, which begins at `start`."""
     return _guarded(lambda: LLMatcher.grammar_from_lark(_bounded(text)))
+
+
+def kinds_given(asked: Any) -> list[tuple[str, Any]]:
+    """(kind, value) of each field that is given of a StructuredOutputs, the client's or core's."""
+    fields = ((kind, getattr(asked, kind)) for kind in _MAKERS)
+    return [(kind, value) for kind, value in fields if value is not None and value is not False]
+
+
+def from_kind(kind: str, value: Any) -> str:
+    """The grammar of one of them. Raises InvalidRequest as the functions above do."""
+    return _MAKERS[kind](value)
+
+
+_MAKERS: dict[str, Callable[[Any], str]] = {
+    "json": lambda schema: from_json_schema(dict(schema)),
+    "json_object": lambda _: from_json_schema({"type": "object"}),
+    "regex": from_regex,
+    "choice": from_choice,
+    "grammar": from_lark,
+}
 
 
 class GrammarChecker:

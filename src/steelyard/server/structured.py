@@ -54,21 +54,14 @@ def _structured(body: GenerationBody) -> tuple[Any, str] | None:
     asked = body.structured_outputs
     if asked is None:
         return None
-    given = [name for name, value in msgspec.structs.asdict(asked).items() if value is not None and value is not False]
+    given = source.kinds_given(asked)
     if len(given) != 1:
         raise InvalidRequest(
-            f"structured_outputs: exactly one kind must be given, got {', '.join(given) or 'none'}",
+            f"structured_outputs: exactly one kind must be given, got {', '.join(kind for kind, _ in given) or 'none'}",
             param="structured_outputs",
         )
-    name, value = given[0], getattr(asked, given[0])
-    makers = {
-        "json": source.from_json_schema,
-        "json_object": lambda _: source.from_json_schema({"type": "object"}),
-        "regex": source.from_regex,
-        "choice": source.from_choice,
-        "grammar": source.from_lark,
-    }
-    return (lambda: makers[name](value)), f"structured_outputs.{name}"
+    [(kind, value)] = given
+    return (lambda: source.from_kind(kind, value)), f"structured_outputs.{kind}"
 
 
 def _tool_choice(body: GenerationBody) -> tuple[Any, str] | None:
