@@ -5,14 +5,18 @@
     keys, values   whole blocks gathered by table: [R, Hkv, blocks * block_size, D] each, in one copy
 
 Which rows go together, which blocks they read and what is masked is worked out once a step and shared by all layers
-of a KV group.
+of a KV group. A bundle is attended in one of three ways:
+
+    few      one query a row, few keys     float32 on one thread: what counts is the number of calls
+    plain    nothing but a mask            products (cpu_products.py) or torch's own attention, whichever is faster here
+    written  softcap, sinks or lse         scores written out, in float32
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,20 +76,20 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, writer: KvWriter | None = None) -> None:
-        """`writer`: shared with whoever else writes keys and values of the same step.
-
-        `shared` is for whoever arranges the same step for other operators: forgotten with it.
-        """
+        """`writer`: shared with whoever else writes keys and values of the same step."""
         self._writer = writer or KvWriter()
         self._bundles: list[Bundle] = []
         self._keys: dict[tuple[int, int, int | None, bool, bool], Keys] = {}
-        self.shared: dict[tuple[int, int | None, int], Any] = {}
+        self._forget: list[Callable[[], None]] = [self._keys.clear, self._writer.forget]
+
+    def at_each_step(self, forget: Callable[[], None]) -> None:
+        """Have `forget` called by `prepare`: for whoever arranges the same step for other operators."""
+        self._forget.append(forget)
 
     def prepare(self, batch: Batch) -> None:
         """Bundle the rows: decodes and prefills apart, each with rows of like length."""
-        self._keys.clear()
-        self.shared.clear()
-        self._writer.forget()
+        for forget in self._forget:
+            forget()
         starts, lengths = batch.q_start.tolist(), batch.ctx_len.tolist()
         counts = [last - first for first, last in pairwise(starts)]
         decodes = list(range(batch.num_decode))
@@ -166,10 +170,24 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
 
     A mask that is added is of `dtype`.
     """
-    size = kv.block_size
     if bundle.num_q == 1 and bundle.longest == bundle.shortest and spec.window is None:
-        physical = table.index_select(0, bundle.rows)[:, : -(-bundle.longest // size)].long()
-        return Keys(_index(physical, kv), bundle.longest, None, are_few=_are_few(bundle, kv, spec, bundle.longest))
+        physical = table.index_select(0, bundle.rows)[:, : -(-bundle.longest // kv.block_size)].long()
+        num_keys, visible = bundle.longest, None
+    else:
+        physical, num_keys, visible = _masked_blocks(bundle, kv.block_size, table, spec)
+    are_few, is_plain = _are_few(bundle, kv, spec, num_keys), _is_plain(spec)
+    is_square = bundle.is_fresh and spec.causal and (spec.window is None or bundle.num_q <= spec.window)
+    is_causal = visible is not None and is_plain and is_square
+    if is_causal:
+        visible = None
+    elif visible is not None and is_plain:
+        wide = torch.promote_types(dtype, torch.float32) if are_few else dtype
+        visible = torch.zeros(visible.shape, dtype=wide).masked_fill_(~visible, -torch.inf)
+    return Keys(_index(physical, kv), num_keys, visible, is_causal, are_few)
+
+
+def _masked_blocks(bundle: Bundle, size: int, table: Tensor, spec: AttnSpec) -> tuple[Tensor, int, Tensor | None]:
+    """(blocks int64 [R, blocks], keys in them that count, bool [R, 1, num_q, keys] or None where all are visible)."""
     first_q = bundle.ctx_len - bundle.q_len
     lowest = torch.zeros_like(first_q) if spec.window is None else (first_q - spec.window + 1).clamp(min=0)
     kept = 0 if spec.window is None else -(-spec.keep_first // size)
@@ -187,17 +205,7 @@ def _visible_keys(bundle: Bundle, kv: KvLayer, table: Tensor, spec: AttnSpec, dt
     visible = key_at <= query_at if spec.causal else key_at < bundle.ctx_len[:, None, None]
     if spec.window is not None:
         visible = visible & ((key_at > query_at - spec.window) | (key_at < spec.keep_first))
-    index, are_few = _index(physical, kv), _are_few(bundle, kv, spec, num_keys)
-    if bool(visible.all()):
-        return Keys(index, num_keys, None, are_few=are_few)
-    if not _is_plain(spec):
-        return Keys(index, num_keys, visible[:, None])
-    if bundle.is_fresh and spec.causal and (spec.window is None or bundle.num_q <= spec.window):
-        return Keys(index, num_keys, None, is_causal=True)
-    if are_few:
-        dtype = torch.promote_types(dtype, torch.float32)
-    added = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return Keys(index, num_keys, added[:, None], are_few=are_few)
+    return physical, num_keys, None if bool(visible.all()) else visible[:, None]
 
 
 def _index(physical: Tensor, kv: KvLayer) -> Tensor:
@@ -225,7 +233,11 @@ def _attend(
     k, v = gathered.to(dtype).narrow(3, 0, keys.num_keys).unbind(0)
     if kv.k_scale is not None:
         queries = queries * _per_query_head(kv.k_scale, num_heads, dtype)
-    found, found_lse = _attend_dense(queries, k, v, keys, spec)
+    found_lse = None
+    if _is_plain(spec):
+        found = _attend_plain(queries, k, v, keys, spec)
+    else:
+        found, found_lse = _attend_written(queries, k, v, keys, spec)
     if kv.v_scale is not None:
         found = found * _per_query_head(kv.v_scale, num_heads, dtype)
     packed = found.transpose(1, 2).reshape(num_rows * num_q, num_heads, -1)
@@ -234,7 +246,7 @@ def _attend(
         out.narrow(0, bundle.first, num_rows * num_q).copy_(packed)
     else:
         out.index_copy_(0, tokens, packed.to(out.dtype))
-    if lse is not None:
+    if lse is not None and found_lse is not None:
         packed_lse = found_lse.transpose(1, 2).reshape(num_rows * num_q, num_heads)
         at = torch.arange(bundle.first, bundle.first + num_rows * num_q) if tokens is None else tokens
         lse.index_copy_(0, at, packed_lse)
@@ -272,27 +284,25 @@ def _gather(runs: Runs, keys: Keys, num_rows: int) -> Tensor:
     return found.view(2, num_rows, num_kv_heads, -1, dim)
 
 
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """q [R, Hq, Q, D], k and v [R, Hkv, K, D]: (out [R, Hq, Q, D], lse [R, Hq, Q]).
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -> Tensor:
+    """q [R, Hq, Q, D], k and v [R, Hkv, K, D]: [R, Hq, Q, D], by products or by torch's own attention."""
+    num_rows, _, num_q, dim = q.shape
+    if cpu_products.are_faster(q, k.shape[2]):
+        is_causal = spec.causal and num_rows == 1
+        added = None if is_causal and spec.window is None else keys.visible
+        return cpu_products.attend(q, k, v, spec.scale, added, is_causal)
+    if num_q == 1:
+        folded = q.reshape(num_rows, k.shape[1], -1, dim)
+        return scaled_dot_product_attention(folded, k, v, attn_mask=keys.visible, scale=spec.scale).reshape(q.shape)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=keys.visible, is_causal=keys.is_causal, scale=spec.scale, enable_gqa=True
+    )
 
-    The second is empty where SDPA was used, which does not return it.
-    """
+
+def _attend_written(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """The same with scores written out: (out [R, Hq, Q, D], lse [R, Hq, Q])."""
     num_rows, num_heads, num_q, dim = q.shape
     num_kv_heads, visible = k.shape[1], keys.visible
-    if _is_plain(spec):
-        if cpu_products.are_faster(q, k.shape[2]):
-            is_causal = spec.causal and num_rows == 1
-            added = None if is_causal and spec.window is None else visible
-            found = cpu_products.attend(q, k, v, spec.scale, added, is_causal)
-            return found, found.new_empty(0)
-        if num_q == 1:
-            folded = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
-            found = scaled_dot_product_attention(folded, k, v, attn_mask=visible, scale=spec.scale)
-            return found.reshape(q.shape), found.new_empty(0)
-        found = scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=keys.is_causal, scale=spec.scale, enable_gqa=True
-        )
-        return found, found.new_empty(0)
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(num_rows, num_kv_heads, -1, dim).to(wide)
     scores = (grouped @ k.to(wide).transpose(-1, -2)).mul_(spec.scale)
@@ -309,5 +319,5 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, keys: Keys, spec: AttnSpec) -
 
 
 def _is_plain(spec: AttnSpec) -> bool:
-    """Whether torch's own attention computes it."""
+    """Whether nothing but a mask is asked for: torch's own attention computes it too."""
     return spec.softcap is None and spec.sinks is None and not spec.want_lse

@@ -47,7 +47,10 @@ class Places:
 
 
 class KvWriter:
-    """Remembers each layer's memory, and where the tokens of a step go, for all layers that share their slots."""
+    """Remembers each layer's memory, and where the tokens of a step go, for all layers that share their slots.
+
+    Both are found by the id of what they were made of and hold it: while an entry lives no other object has its id.
+    """
 
     def __init__(self) -> None:
         self._places: dict[int, Places] = {}

@@ -8,6 +8,7 @@ layer out of cpu_fused.py and cpu_attention.py is what it is held to.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,20 +53,35 @@ def rotation(cos_sin: Tensor, dim: int) -> Tensor:
     return matrix
 
 
+class Arranged(NamedTuple):
+    """A token as layers that share it want it; None: it is not theirs. cos_sin is kept so that its id stays its own."""
+
+    token: Token | None
+    cos_sin: Tensor
+
+
+Place = tuple[int, int | None, int]
+"""(KV group, window, id of the rotary rows): what layers have in common that share a token."""
+
+
 class Tokens:
-    """Arranges a step's token once for all layers."""
+    """Arranges a step's token once for all layers; `arranged` holds those of the step, and is emptied by the next."""
 
     def __init__(self, attention: CpuAttention, writer: KvWriter) -> None:
         self.attention = attention
         self.writer = writer
+        self.arranged: dict[Place, Arranged] = {}
+        attention.at_each_step(self.arranged.clear)
 
-    def arrange(self, kv: KvLayer, batch: Batch, cos_sin: Tensor, parts: LayerParts) -> Token | None:
-        """The step as `OneTokenLayer` wants it; None if its token is padding, or K and V lie apart."""
+    def arrange(self, kv: KvLayer, batch: Batch, cos_sin: Tensor, parts: LayerParts) -> Arranged:
+        """The step as `OneTokenLayer` wants it; without a token if that is padding, or K and V lie apart."""
+        token = None
         places = self.writer.places(kv, batch.slots[parts.spec.group])
-        if places.kept is not None or len(self.writer.runs(kv).tokens) > 1:
-            return None
-        keys = self.attention.keys_of_one(kv, batch, parts.spec)
-        return Token(rotation(cos_sin, parts.heads[2]), places.both, keys)
+        if places.kept is None and len(self.writer.runs(kv).tokens) == 1:
+            keys = self.attention.keys_of_one(kv, batch, parts.spec)
+            token = Token(rotation(cos_sin, parts.heads[2]), places.both, keys)
+        found = self.arranged[parts.spec.group, parts.spec.window, id(cos_sin)] = Arranged(token, cos_sin)
+        return found
 
 
 class OneTokenLayer:
@@ -75,7 +91,8 @@ class OneTokenLayer:
         self._parts = parts
         self._tokens = tokens
         self._runs: Runs | None = None
-        self._place = (parts.spec.group, parts.spec.window)
+        self._arranged = tokens.arranged
+        self._group, self._window = parts.spec.group, parts.spec.window
         weights = (parts.qkv, parts.out, parts.gate_up, parts.down)
         self._products = tuple(operator_for_few(weight) for weight in weights)
         self._narrow = NARROW[dtype_of(parts.qkv)]
@@ -85,11 +102,10 @@ class OneTokenLayer:
         """stream float32 [T, hidden] becomes the layer's output and True is returned, or nothing is done and False."""
         if stream.size(0) > 1:
             return False
-        shared = self._tokens.attention.shared
-        place = (*self._place, id(cos_sin))
-        if place not in shared:
-            shared[place] = (self._tokens.arrange(kv, batch, cos_sin, self._parts), cos_sin)
-        token = shared[place][0]
+        found = self._arranged.get((self._group, self._window, id(cos_sin)))
+        if found is None:
+            found = self._tokens.arrange(kv, batch, cos_sin, self._parts)
+        token = found[0]
         if token is None:
             return False
         runs = self._runs

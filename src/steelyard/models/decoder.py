@@ -30,7 +30,7 @@ class DecoderLayer:
     """
 
     __slots__ = (
-        "_is_plain",
+        "_plain",
         "_whole",
         "_widest",
         "after_attn",
@@ -80,42 +80,48 @@ class DecoderLayer:
             for name in (names.before_attn, names.after_attn, names.before_mlp, names.after_mlp)
         )
 
-        self._is_plain = (
-            isinstance(self.mlp, GatedMlp)
-            and self.scale == 1.0
-            and not (names.after_attn or names.after_mlp)
-            and bool(names.before_attn and names.before_mlp)
-        )
+        self._plain: tuple[RmsNorm, RmsNorm, GatedMlp] | None = None
+        adds_as_is = self.scale == 1.0 and self.after_attn is None and self.after_mlp is None
+        if adds_as_is and self.before_attn and self.before_mlp and isinstance(self.mlp, GatedMlp):
+            self._plain = (self.before_attn, self.before_mlp, self.mlp)
         self._whole: WholeLayer | None = None
         self._widest = max(layer.inner_size, layer.num_heads * layer.head_dim, config.hidden_size)
 
     def __call__(
         self, branch: Tensor | None, residual: Tensor, batch: StepBatch, cos_sin: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """(branch or None, residual) [T, hidden] in, the same out; the stream's value is their sum."""
-        whole, kv = self._whole, batch.kv[self.attention.shape.index]
-        if branch is None and whole and cos_sin is not None and whole(residual, kv, batch.attn, cos_sin):
-            return None, residual
-        if branch is None and self._is_fused(residual):
-            assert self.before_attn is not None and self.before_mlp is not None and isinstance(self.mlp, GatedMlp)
-            self.attention.add_to(residual, self.before_attn, batch, cos_sin)
-            self.mlp.add_to(residual, self.before_mlp)
-            return None, residual
+        """(branch or None, residual) [T, hidden] in, the same out; the stream's value is their sum.
+
+        The first of three ways that takes the step:
+
+            whole   [ norm  qkv  rotate  attend  out  norm  mlp  add ]   a plain layer, one token, a backend that has it
+            fused   [ norm  qkv  rotate ]  attend  [ out  add ]          a plain layer, as few tokens as the backend
+                    [ norm  gate up  act ]  [ down  add ]                wants in fused products
+            parts   add and norm, attention, add and norm, mlp           every layer and every step
+
+        Plain: norms only before attention and mlp, one gated mlp, no residual scale. The first two add to the stream
+        in place and leave no branch, so that the next layer can be either again.
+        """
+        if branch is None:
+            whole, kv = self._whole, batch.kv[self.attention.shape.index]
+            if whole is not None and cos_sin is not None and whole(residual, kv, batch.attn, cos_sin):
+                return None, residual
+            plain, fusions = self._plain, self.attention.backend.fusions
+            if plain is not None and fusions is not None and fusions.takes(residual.shape[0], self._widest):
+                before_attn, before_mlp, mlp = plain
+                self.attention.add_to(residual, before_attn, batch, cos_sin)
+                mlp.add_to(residual, before_mlp)
+                return None, residual
         x, residual = add_then_norm(self.before_attn, branch, residual)
         branch = self._leave(self.after_attn, self.attention(x, batch, cos_sin))
         x, residual = add_then_norm(self.before_mlp, branch, residual)
         return self._leave(self.after_mlp, self.mlp(x)), residual
 
-    def _is_fused(self, stream: Tensor) -> bool:
-        """Whether each product takes norm, activation and residual with it: few tokens, and a plain layer."""
-        fusions = self.attention.backend.fusions
-        return fusions is not None and self._is_plain and fusions.takes(stream.shape[0], self._widest)
-
     def fuse(self) -> None:
         """After packing: let the backend have the whole layer as one operator, if it has one."""
-        if self._is_plain:
-            assert isinstance(self.mlp, GatedMlp) and self.before_attn is not None and self.before_mlp is not None
-            self._whole = whole_layer(self.attention, self.mlp, (self.before_attn, self.before_mlp))
+        if self._plain is not None:
+            before_attn, before_mlp, mlp = self._plain
+            self._whole = whole_layer(self.attention, mlp, (before_attn, before_mlp))
 
     def _leave(self, norm: RmsNorm | None, branch: Tensor) -> Tensor:
         if norm is not None:
