@@ -15,7 +15,6 @@ from steelyard.plan.memory import (
     activation_peak_bytes,
     blocks_per_sequence,
     kv_block_bytes,
-    num_kv_blocks,
 )
 from steelyard.plan.presets import preset_config
 from steelyard.plan.shape import ModelShape
@@ -73,16 +72,6 @@ def test_sequences_and_bytes_are_inverse(model: ModelShape, block_size: int, cou
     assert size >= count * model.kv_bytes_per_sequence(length) + sum(pools.block_bytes)
 
 
-@given(shapes, block_sizes, st.integers(1, 3000))
-@settings(max_examples=50)
-def test_max_context_is_the_longest_sequence_that_fits(model: ModelShape, block_size: int, scale: int) -> None:
-    pools = KvPools.of(model, block_size)
-    blocks = pools.blocks_at(scale)
-    longest = pools.max_context(blocks)
-    assert longest == 0 or pools.max_sequences(blocks, longest) >= 1
-    assert pools.max_sequences(blocks, longest + 1) == 0
-
-
 @given(shapes, block_sizes, st.integers(0, 4 * GIB))
 @settings(max_examples=50)
 def test_the_longest_sequence_in_a_budget_is_the_inverse_of_its_bytes(
@@ -107,14 +96,6 @@ def test_a_window_never_spans_more_blocks_than_counted(window: int, block_size: 
         assert max(spans) == counted or block_size == 1
 
 
-def test_a_pool_too_small_for_one_block_is_refused_with_the_numbers() -> None:
-    model = SHAPES["llama-3.1-8b"]
-    enough = 2 * kv_block_bytes(model, 16)
-    assert num_kv_blocks(model, 16, 2, enough) == (1,)
-    with pytest.raises(StartError, match=f"{enough:,}"):
-        num_kv_blocks(model, 16, 2, enough - 1)
-
-
 @given(st.integers(GIB, 200 * GIB), st.floats(0.1, 1.0), st.integers(0, 50 * GIB), st.integers(0, GIB))
 def test_terms_sum_to_the_total(total: int, share: float, weights: int, other: int) -> None:
     budget = MemoryBudget(total, share, weights, other, other // 2, other // 3, other // 4)
@@ -133,7 +114,7 @@ def test_a_worked_example_of_another_planner_llama_8b_on_an_l4() -> None:
     assert round(model.weight_bytes() / GIB, 2) == 14.96
     budget = MemoryBudget(int(22.49 * GIB), 0.92, model.weight_bytes(), context_bytes=int(0.83 * GIB))
     assert round(budget.kv_bytes / GIB, 1) == 4.9
-    tokens = 16 * num_kv_blocks(model, 16, 2, budget.kv_bytes)[0]
+    tokens = 16 * KvPools.of(model, 16).fit(budget.kv_bytes)
     assert abs(tokens - 40_208) < 300
 
 

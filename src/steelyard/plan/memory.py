@@ -116,31 +116,6 @@ class KvPools:
             low, high = (middle, high) if fits else (low, middle - 1)
         return max(low, 0)
 
-    def max_context(self, num_blocks: tuple[int, ...]) -> int:
-        """Tokens of the longest single sequence the blocks hold; 0 where a window group is too small for any."""
-        low, high = 0, max(num_blocks) * self.block_size
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.max_sequences(num_blocks, middle) >= 1
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
-
-
-def num_kv_blocks(shape: ModelShape, block_size: int, dtype_bytes: int, budget_bytes: int) -> tuple[int, ...]:
-    """Usable blocks of each group that fit a budget of bytes, null blocks paid for.
-
-    Raises StartError with the numbers where not even one block of each group fits.
-    """
-    pools = KvPools.of(shape, block_size, dtype_bytes)
-    scale = pools.fit(budget_bytes)
-    if scale < 1:
-        raise StartError(
-            f"{budget_bytes:,} bytes are left for the KV cache; one block of {block_size} tokens and the null block "
-            f"take {pools.bytes_at(1):,}. Give more memory, a smaller block size or a smaller model",
-            param="kv_cache_memory_bytes",
-        )
-    return pools.blocks_at(scale)
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from steelyard.errors import StartError
 from steelyard.plan.calibration import Calibration
 from steelyard.plan.capacity import constraints
-from steelyard.plan.costs import Chunk, decode, prefill
+from steelyard.plan.costs import Chunk, decode
 from steelyard.plan.roofline import Roofline
 from steelyard.plan.service import Service
 from steelyard.plan.workload import Slo, Workload
@@ -21,15 +21,6 @@ class Economics:
     roofline: Roofline
     calibration: Calibration
 
-    def prefill_s(self, prompt_len: int, cached_len: int = 0) -> float:
-        """Seconds to compute a prompt whose first `cached_len` tokens are cached; at least its last is computed."""
-        new = max(prompt_len - cached_len, 1)
-        return self._step_s(Chunk(new, prompt_len))
-
-    def reuse_saves_s(self, prompt_len: int, cached_len: int) -> float:
-        """Seconds of device time that a prefix hit saves."""
-        return self.prefill_s(prompt_len) - self.prefill_s(prompt_len, cached_len)
-
     def restore(self, num_tokens: int, network_bandwidth: float | None = None) -> Restore:
         """Ways to have the KV of `num_tokens` back on the device."""
         size = self.roofline.costs.kv_bytes(num_tokens)
@@ -37,7 +28,7 @@ class Economics:
         return Restore(
             num_tokens=num_tokens,
             bytes=size,
-            recompute_s=self.prefill_s(num_tokens),
+            recompute_s=self._step_s(Chunk(num_tokens, num_tokens)),
             swap_s=size / device.host_bandwidth,
             transfer_s=size / network_bandwidth if network_bandwidth else math.inf,
         )
@@ -173,8 +164,3 @@ def break_even_hit_share(service: Service, load: Workload, slo: Slo, pool_share:
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
-
-
-def prefill_flops(roofline: Roofline, prompt_len: int) -> float:
-    """FLOPs of a prompt on one rank, logits of its last token."""
-    return sum(c.flops for c in roofline.costs.parts(prefill(prompt_len)).values())
