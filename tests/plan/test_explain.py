@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from steelyard.plan.device import find_device
@@ -47,3 +49,15 @@ def test_what_binds_is_said_in_words_with_the_rate_of_one_replica(slo: Slo, devi
     assert words["one replica serves"].startswith(rate)
     assert words["binds"].startswith(f"{CONSTRAINTS[first]}, at {rate} a replica")
     assert f"next {CONSTRAINTS[found.constraints[1].name]}, at " in words["binds"]
+
+
+def test_the_readme_quotes_what_the_plan_says() -> None:
+    plan = planned(Slo(0.5, 0.015))
+    found = plan.capacity
+    assert found is not None and found.replicas == 2
+    latency, gap = found.latency, found.point.full_step_s
+    quoted = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert f"one replica serves {found.replica_capacity:.3g} requests/s within the targets, so two are" in quoted
+    said = f"TTFT is {latency.ttft_p90_s * 1e3:.0f} ms for 90 % of requests, TPOT {latency.tpot_s * 1e3:.1f} ms"
+    assert f"{said}, the worst gap between tokens {gap * 1e3:.0f} ms" in quoted
+    assert f"the TPOT target binds, and KV memory would at {found.constraints[1].rate:.3g} requests/s" in quoted
