@@ -21,7 +21,7 @@ from steelyard.kernels.gathered import GatheredAttention
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.step import FrameLayout
 from steelyard.plan.captures import Buckets
-from steelyard.runner import device_runner, start_device
+from steelyard.runner import logprobs, start_device
 from steelyard.runner.device_runner import DeviceRunner
 from steelyard.runner.graphs import bucket_for
 from steelyard.runner.options import RunnerOptions
@@ -214,7 +214,7 @@ def test_a_step_that_fails_behind_its_logits_waits_for_no_mask(model: Model, mon
     def too_much(*_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    monkeypatch.setattr(device_runner, "prompt_logprobs", too_much)
+    monkeypatch.setattr(logprobs, "prompt_logprobs", too_much)
     parts = enter(0, 1, (5, 6, 8), prompt_logprobs=1)
     work = (RowWork(0, 0, 3, Want.TOKEN | Want.PROMPT_LOGPROBS),)
     step = runner.launch(StepPlan(0, **{**parts, "work": work}, masked=(0,)))

@@ -30,8 +30,8 @@ from steelyard.core.step import (
 from steelyard.runner.device import MAX_LOGIT_ROWS, Shape
 from steelyard.runner.frame import NUM_SLOTS, Pairs, Slot, differences, split
 from steelyard.runner.graphs import Graph, bucket_for
-from steelyard.runner.launched import Launched, Machine
-from steelyard.runner.logprobs import pinned, prompt_logprobs
+from steelyard.runner.launched import Enqueued, Machine
+from steelyard.runner.logprobs import PromptScorer, pinned
 from steelyard.runner.pooling import pooled
 from steelyard.runner.results import NOT_FINITE, Results
 from steelyard.runner.rows import HostRow
@@ -52,7 +52,8 @@ class DeviceRunner:
         self._sampler = Sampler(machine.rows, machine.decoder.place.backend, eos_ids, caps.vocab_size)
         self._special: set[int] = set()
         self._cuts: set[int] = set()
-        self._in_flight: list[Launched] = []
+        self._score_prompts = PromptScorer(machine.rows, machine.decoder.logits, caps.vocab_size)
+        self._in_flight: list[Enqueued] = []
         self._num_launched = 0
         self._last_done_ns = 0
         self._last_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -65,7 +66,7 @@ class DeviceRunner:
         return self._caps
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> Enqueued:
         """Enqueue a step."""
         step = self._open(plan)
         slot = step.slot
@@ -92,7 +93,7 @@ class DeviceRunner:
         return step
 
     @torch.inference_mode()
-    def sample(self, step: Launched, masks: dict[int, Any]) -> None:
+    def sample(self, step: Enqueued, masks: dict[int, Any]) -> None:
         """Sample the plan's masked rows under their masks; see TorchRunner.sample."""
         if step.error:
             step.waiting = None
@@ -108,7 +109,7 @@ class DeviceRunner:
             self._fail(step, error)
         self._close(step)
 
-    def collect(self, step: Launched) -> StepResult:
+    def collect(self, step: Enqueued) -> StepResult:
         """Wait for the step and read its results; steps are collected in launch order, once."""
         assert self._in_flight and self._in_flight[0] is step, "steps are collected in launch order"
         assert step.waiting is None, "masked rows were never sampled"
@@ -126,14 +127,7 @@ class DeviceRunner:
                 read.ids[row] = token
             else:
                 read.failed[row] = NOT_FINITE
-        for part in step.sampled:
-            read.take(part)
-        if step.drafts is not None:
-            read.take_drafts(step.plan.work, step.drafts.tolist())
-        for i, found in step.prompt:
-            read.take_prompt(i, found)
-        for i, vector in step.pooled:
-            read.take_pooled(i, vector)
+        read.take_all(step)
         if step.error:
             read.failed = {w.row: step.error for w in step.work}
         return read.result(step.plan.id, timing)
@@ -145,13 +139,13 @@ class DeviceRunner:
     # launching
 
     @staticmethod
-    def _fail(step: Launched, error: torch.OutOfMemoryError) -> None:
+    def _fail(step: Enqueued, error: torch.OutOfMemoryError) -> None:
         """None of its rows gets anything."""
         step.error, step.plain, step.sampled = f"out of memory: {error}"[:300], (), []
         step.prompt, step.pooled, step.waiting = [], [], None
         torch.cuda.empty_cache()
 
-    def _open(self, plan: StepPlan) -> Launched:
+    def _open(self, plan: StepPlan) -> Enqueued:
         """Bring the host's mirror up to the plan and take a slot."""
         host = self._rows.host
         for row in plan.leave:
@@ -172,9 +166,9 @@ class DeviceRunner:
         self._num_launched += 1
         slot.in_use = True
         before, self._last_events = self._last_events, slot.events
-        return Launched(plan, plan.work, [], slot, time.monotonic_ns(), not self._in_flight, before)
+        return Enqueued(plan, plan.work, [], time.monotonic_ns(), slot, not self._in_flight, before)
 
-    def _lay_out(self, step: Launched) -> tuple[Shape, Graph | None]:
+    def _lay_out(self, step: Enqueued) -> tuple[Shape, Graph | None]:
         """Write the work into the slot; its exact shape, and the graph of the bucket that holds it."""
         work, host, count = step.plan.work, self._rows.host, len(step.plan.work)
         rows, starts, news, wants, *_ = zip(*work) if work else ((), (), (), ())
@@ -200,7 +194,7 @@ class DeviceRunner:
         step.padded = (size - num_tokens, size - count if kind == "decode" else 0)
         return Shape(num_tokens, count, num_decode), graph
 
-    def _divide(self, step: Launched) -> None:
+    def _divide(self, step: Enqueued) -> None:
         """Which work items the head samples, and which need more than it gives."""
         masked, plain = frozenset(step.plan.masked), list[int]()
         for i, (w, host) in enumerate(zip(step.work, step.hosts)):
@@ -239,7 +233,7 @@ class DeviceRunner:
         staging.upload(self._device)
         return self._rows.copy_drafts(staging)
 
-    def _run(self, step: Launched, shape: Shape, graph: Graph | None) -> None:
+    def _run(self, step: Enqueued, shape: Shape, graph: Graph | None) -> None:
         if not step.work:
             return
         machine, count = self._machine, len(step.plain)
@@ -258,11 +252,11 @@ class DeviceRunner:
         if step.special:
             self._sample_special(step)
         if step.wants_prompt:
-            self._prompt_logprobs(step)
+            step.prompt = self._score_prompts(step.work, step.hosts, machine.step.hidden)
         if step.wants_pooled:
             step.pooled = pooled(step.work, machine.step.hidden)
 
-    def _sample_special(self, step: Launched) -> None:
+    def _sample_special(self, step: Enqueued) -> None:
         """Rows with penalties, bias, log-probabilities, guesses or a mask: by plain operators, logits of their own."""
         masked, ends = frozenset(step.plan.masked), np.cumsum([w.num_new for w in step.work]) - 1
         plain = [(ends[i] - back, job) for i, back, job in step.special if job.row not in masked]
@@ -285,20 +279,7 @@ class DeviceRunner:
         hidden = self._machine.step.hidden.index_select(0, staging["last"].long())
         return self._machine.decoder.logits(hidden)
 
-    def _prompt_logprobs(self, step: Launched) -> None:
-        """Of each new position's next prompt token; the prompt's last position has none."""
-        first = 0
-        for i, (work, host) in enumerate(zip(step.work, step.hosts)):
-            count = min(work.start + work.num_new, host.prompt_len - 1) - work.start
-            if Want.PROMPT_LOGPROBS in work.want and count > 0:
-                following = self._rows.tokens[work.row, work.start + 1 : work.start + 1 + count].long()
-                hidden = self._machine.step.hidden[first : first + count]
-                num_top = host.sampling.prompt_logprobs or 0
-                logits = self._machine.decoder.logits
-                step.prompt.append((i, prompt_logprobs(hidden, following, num_top, logits, self._caps.vocab_size)))
-            first += work.num_new
-
-    def _close(self, step: Launched) -> None:
+    def _close(self, step: Enqueued) -> None:
         """The last thing enqueued: results to the host, and the mark that `collect` waits for."""
         if step.waiting is not None:
             return
@@ -310,7 +291,7 @@ class DeviceRunner:
             step.slot.events[1].record()
         step.done_ns = time.monotonic_ns()
 
-    def _timing(self, step: Launched) -> StepTiming:
+    def _timing(self, step: Enqueued) -> StepTiming:
         """Waits. The gap is what the device idled between the step before and this one."""
         events, device_ns = step.slot.events, step.done_ns - step.launch_ns
         gap_ns = max(step.launch_ns - self._last_done_ns, 0) if self._last_done_ns else 0

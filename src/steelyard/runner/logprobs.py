@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from steelyard.core.step import TokenLogprobs
+from steelyard.core.step import RowWork, TokenLogprobs, Want
+from steelyard.runner.rows import HostRow, Rows
 
 CHUNK_ELEMENTS = 2**22
 
@@ -62,6 +63,32 @@ def prompt_logprobs(
     return TopLogprobs(
         torch.cat([p.own for p in parts]), torch.cat([p.values for p in parts]), torch.cat([p.ids for p in parts])
     )
+
+
+class PromptScorer:
+    """Log-probabilities of the prompt tokens that follow a step's positions, for the rows that ask."""
+
+    def __init__(self, rows: Rows, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> None:
+        self._rows = rows
+        self._logits_of = logits_of
+        self._vocab_size = vocab_size
+
+    def __call__(
+        self, work: Sequence[RowWork], hosts: Sequence[HostRow], hidden: Tensor
+    ) -> list[tuple[int, TopLogprobs]]:
+        """(index of the work item, of each new position's next prompt token); the prompt's last position has none.
+
+        hidden [T, H]: the items' positions one behind the other, in the order of `work`.
+        """
+        found, first = list[tuple[int, TopLogprobs]](), 0
+        for i, (item, host) in enumerate(zip(work, hosts)):
+            count = min(item.start + item.num_new, host.prompt_len - 1) - item.start
+            if Want.PROMPT_LOGPROBS in item.want and count > 0:
+                following = self._rows.tokens[item.row, item.start + 1 : item.start + 1 + count].long()
+                num_top, own = host.sampling.prompt_logprobs or 0, hidden[first : first + count]
+                found.append((i, prompt_logprobs(own, following, num_top, self._logits_of, self._vocab_size)))
+            first += item.num_new
+        return found
 
 
 def as_token_logprobs(own: float, ids: list[int], values: list[float], num_top: int) -> TokenLogprobs:

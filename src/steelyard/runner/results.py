@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from torch import Tensor
 
-from steelyard.core.step import RowOut, RowWork, StepResult, StepTiming, TokenLogprobs
+from steelyard.core.step import RowOut, RowWork, StepPlan, StepResult, StepTiming, TokenLogprobs
 from steelyard.runner.logprobs import TopLogprobs, as_token_logprobs
 from steelyard.runner.rows import HostRow
-from steelyard.runner.sampler import Sampled
+from steelyard.runner.sampler import Job, Sampled
 
 NOT_FINITE = "the model's logits or hidden states are not finite"
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in flight: its rows with their epochs, and the tensors its results will be read from.
+
+    work     the plan's, in the order of the packed tokens
+    drafts   int32, the guesses of rows that bring some, in the order of the plan
+    prompt, pooled  (index of the work item, what was found)
+    waiting  jobs whose grammar mask is not there yet, and their logits
+    """
+
+    plan: StepPlan
+    work: Sequence[RowWork]
+    hosts: Sequence[HostRow]
+    launch_ns: int
+    _: KW_ONLY
+    sampled: list[Sampled] = field(default_factory=list)
+    prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
+    pooled: list[tuple[int, Tensor]] = field(default_factory=list)
+    drafts: Tensor | None = None
+    waiting: tuple[list[Job], Tensor] | None = None
+    done_ns: int = 0
 
 
 class Results:
@@ -27,6 +51,17 @@ class Results:
         self._drafts: dict[int, list[int]] = {}
         self._prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._pooled: dict[int, tuple[float, ...]] = {}
+
+    def take_all(self, step: Launched) -> None:
+        """Whatever the step found, its tensors on the host."""
+        for part in step.sampled:
+            self.take(part)
+        if step.drafts is not None:
+            self.take_drafts(step.plan.work, step.drafts.tolist())
+        for i, found in step.prompt:
+            self.take_prompt(i, found)
+        for i, vector in step.pooled:
+            self.take_pooled(i, vector)
 
     def take(self, part: Sampled) -> None:
         """Sampled rows, their tensors on the host."""

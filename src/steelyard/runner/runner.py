@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from steelyard.core.step import (
     MemoryTerms,
@@ -31,29 +30,20 @@ from steelyard.core.step import (
 from steelyard.models.decoder import Decoder
 from steelyard.runner.inputs import Layout, expand, lay_out
 from steelyard.runner.kv import KvPool
-from steelyard.runner.logprobs import TopLogprobs, prompt_logprobs
+from steelyard.runner.logprobs import PromptScorer
 from steelyard.runner.options import Limits
 from steelyard.runner.pooling import pooled
-from steelyard.runner.results import Results
+from steelyard.runner.results import Launched, Results
 from steelyard.runner.rows import HostRow, Rows
-from steelyard.runner.sampler import Job, Sampled, Sampler
+from steelyard.runner.sampler import Job, Sampler
 from steelyard.runner.staging import Staging
 
 
 @dataclass(slots=True)
-class Launched:
-    """A step in flight: its rows with their epochs, and the tensors its results will be read from."""
+class Computed(Launched):
+    """A step in flight on a device where launching is computing."""
 
-    plan: StepPlan
     layout: Layout
-    hosts: tuple[HostRow, ...]
-    launch_ns: int
-    sampled: list[Sampled] = field(default_factory=list)
-    prompt: list[tuple[int, TopLogprobs]] = field(default_factory=list)
-    pooled: list[tuple[int, Tensor]] = field(default_factory=list)
-    drafts: Tensor | None = None
-    waiting: tuple[list[Job], Tensor] | None = None
-    done_ns: int = 0
 
 
 class TorchRunner:
@@ -73,7 +63,8 @@ class TorchRunner:
         self._device = decoder.place.device
         self._rows = Rows(limits, len(caps.groups), self._device)
         self._sampler = Sampler(self._rows, decoder.place.backend, eos_ids, caps.vocab_size)
-        self._in_flight: list[Launched] = []
+        self._score_prompts = PromptScorer(self._rows, decoder.logits, caps.vocab_size)
+        self._in_flight: list[Computed] = []
         self._last_done_ns = 0
         self.attention = decoder.place.backend.attention.name
         self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)
@@ -84,14 +75,14 @@ class TorchRunner:
         return self._caps
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> Computed:
         """Start a step. On a CPU it is computed here; its results are still read by `collect` only."""
         staging = Staging()
         self._rows.stage(plan, staging)
         self._kv.stage(plan.copies, staging)
         layout = lay_out(plan.work, staging)
         hosts = tuple(self._host(w) for w in layout.work)
-        step = Launched(plan, layout, hosts, time.monotonic_ns())
+        step = Computed(plan, layout.work, hosts, time.monotonic_ns(), layout)
         self._stage_fresh(layout, staging)
         plain, masked = self._jobs(step, frozenset(plan.masked))
         self._sampler.stage("plain", [job for _, job in plain], staging)
@@ -110,7 +101,7 @@ class TorchRunner:
         return step
 
     @torch.inference_mode()
-    def sample(self, step: Launched, masks: dict[int, Any]) -> None:
+    def sample(self, step: Computed, masks: dict[int, Any]) -> None:
         """Sample the plan's masked rows under their masks: row -> int32 words, bit t % 32 of word t // 32 allows t."""
         assert step.waiting is not None, "the plan has no masked rows, or they are sampled already"
         jobs, logits = step.waiting
@@ -121,7 +112,7 @@ class TorchRunner:
         step.sampled.append(self._sampler.run("masked", jobs, logits, staging, masks))
         self._finish(step)
 
-    def collect(self, step: Launched) -> StepResult:
+    def collect(self, step: Computed) -> StepResult:
         """Wait for the step and read its results; steps are collected in launch order, once."""
         assert self._in_flight and self._in_flight[0] is step, "steps are collected in launch order"
         assert step.waiting is None, "masked rows were never sampled"
@@ -130,15 +121,8 @@ class TorchRunner:
         gap_ns = max(step.launch_ns - self._last_done_ns, 0) if self._last_done_ns else 0
         self._last_done_ns = step.done_ns
         timing = StepTiming(step.launch_ns, step.done_ns, device_ns, gap_ns, "cpu_late" if gap_ns else "no_work")
-        read = Results(step.layout.work, step.hosts)
-        for part in step.sampled:
-            read.take(part)
-        if step.drafts is not None:
-            read.take_drafts(step.plan.work, step.drafts.tolist())
-        for i, found in step.prompt:
-            read.take_prompt(i, found)
-        for i, vector in step.pooled:
-            read.take_pooled(i, vector)
+        read = Results(step.work, step.hosts)
+        read.take_all(step)
         return read.result(step.plan.id, timing)
 
     def memory(self) -> MemoryTerms:
@@ -164,7 +148,7 @@ class TorchRunner:
             for group, table in enumerate(self._rows.tables):
                 self._kv.clear(group, table[row, index].long())
 
-    def _jobs(self, step: Launched, masked: frozenset[int]) -> tuple[list[tuple[int, Job]], list[tuple[int, Job]]]:
+    def _jobs(self, step: Computed, masked: frozenset[int]) -> tuple[list[tuple[int, Job]], list[tuple[int, Job]]]:
         """(packed index, job) of every token to sample: those that can be now, and those that wait for a mask.
 
         A row's last token, and the one before each guess.
@@ -178,11 +162,11 @@ class TorchRunner:
         return [f for f in found if f[1].row not in masked], [f for f in found if f[1].row in masked]
 
     def _compute(
-        self, step: Launched, plain: list[tuple[int, Job]], masked: list[tuple[int, Job]], staging: Staging
+        self, step: Computed, plain: list[tuple[int, Job]], masked: list[tuple[int, Job]], staging: Staging
     ) -> None:
         batch = expand(step.layout, staging, self._rows, self._kv.layers)
         hidden = self._decoder.forward(batch)
-        self._prompt_logprobs(step, hidden)
+        step.prompt = self._score_prompts(step.work, step.hosts, hidden)
         step.pooled = pooled(step.layout.work, hidden)
         if not plain and not masked:
             return
@@ -193,24 +177,7 @@ class TorchRunner:
             jobs = [job for _, job in plain]
             step.sampled.append(self._sampler.run("plain", jobs, logits[: len(plain)], staging))
 
-    def _prompt_logprobs(self, step: Launched, hidden: Tensor) -> None:
-        """Of each new position's next prompt token; the prompt's last position has none."""
-        for i, (work, host) in enumerate(zip(step.layout.work, step.hosts)):
-            count = min(work.start + work.num_new, host.prompt_len - 1) - work.start
-            if Want.PROMPT_LOGPROBS not in work.want or count <= 0:
-                continue
-            first = int(step.layout.q_start[i])
-            following = self._rows.tokens[work.row, work.start + 1 : work.start + 1 + count].long()
-            found = prompt_logprobs(
-                hidden[first : first + count],
-                following,
-                host.sampling.prompt_logprobs or 0,
-                self._decoder.logits,
-                self._caps.vocab_size,
-            )
-            step.prompt.append((i, found))
-
-    def _finish(self, step: Launched) -> None:
+    def _finish(self, step: Computed) -> None:
         """The step is computed, unless rows wait for their mask."""
         if step.waiting is None:
             step.done_ns = time.monotonic_ns()
