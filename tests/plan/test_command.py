@@ -164,7 +164,7 @@ def test_measure_saves_a_device_that_a_plan_reads_back(
     assert path.read_text() == text
     found = data(capsys, f"plan smollm2-135m --device {path}")
     assert found["device"]["name"] in text
-    assert found["calibration"]["source"] == "ceilings measured on the device"
+    assert found["calibration"]["source"].startswith("ceilings measured on the device")
     assert all(row["reach_ms"] >= row["floor_ms"] > 0 for row in found["decode"])
     assert "reach ms" in run(capsys, f"plan smollm2-135m --device {path}")
 
