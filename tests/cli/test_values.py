@@ -190,6 +190,7 @@ def test_the_helps_name_what_may_be_chosen(capsys: pytest.CaptureFixture[str]) -
     for words, name in (
         (["ablate", "--help"], "kv-cache-dtype"),
         (["bench", "throughput", "--help"], "short-long"),
+        (["bench", "throughput", "--help"], "(1024 requests)"),
         (["plan", "--help"], "waste     reserving KV memory against paging it"),
     ):
         with pytest.raises(SystemExit):

@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="offline", help=workload_names("offline"))
     parser.add_argument("--runs", type=whole(1), default=1, help="of each workload; the median is reported")
-    parser.add_argument("--share", type=above(0, 1), default=1.0, help="of each workload's requests, for a quick look")
+    parser.add_argument("--share", type=above(0, 1), default=1.0, help="of each workload's requests, 0.01 for a look")
     add_common_arguments(parser)
 
 
 def workload_names(kind: str) -> str:
-    """What --workload may be, for its help."""
-    from steelyard.perf.workloads import case_names
+    """What --workload may be, for its help: names with the number of their requests."""
+    from steelyard.perf.workloads import case_names, find_case
 
-    return f"names or beginnings of them, comma-separated: {', '.join(case_names(kind))}; `{kind}`: all of these"
+    sizes = {name: len(find_case(name).lens) for name in case_names(kind)}
+    known = ", ".join(f"{name} ({n} request{'s'[n == 1 :]})" for name, n in sizes.items())
+    return f"names or beginnings of them, comma-separated: {known}; `{kind}`: all of these"
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
