@@ -16,6 +16,7 @@ from steelyard.engine.engine import Engine
 from steelyard.errors import InvalidRequest
 from steelyard.grammar import source
 from steelyard.text.chat import ChatTemplate
+from steelyard.text.stops import StopIds
 from steelyard.text.stream import TextStream
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.wire.messages import Control, Delta, Deltas, Finished, FromEngine, Logprob, Stop, Submit
@@ -230,11 +231,12 @@ class LLM:
         return grammar
 
     def _choice(self, job: Job) -> _Choice:
+        stop_ids = StopIds.of(job.sampling, self._engine.options.eos_token_ids)
         if self._tokenizer is None:
             if job.sampling.stop:
                 raise InvalidRequest("stop: without a tokenizer there is no text; use stop_token_ids", param="stop")
-            return _Choice(None, job.sampling)
-        return _Choice(TextStream.for_request(self._tokenizer, job.sampling, job.continues), job.sampling)
+            return _Choice(None, stop_ids)
+        return _Choice(TextStream.for_request(self._tokenizer, job.sampling, job.continues), stop_ids)
 
     def _hear(self, messages: Sequence[FromEngine], choices: Mapping[str, list[_Choice]]) -> int:
         """Take a step's messages in; returns how many prompts they finished. Stops choices at their stop strings."""
@@ -253,11 +255,11 @@ class LLM:
 class _Choice:
     """One choice while it grows. `stream` None: ids only."""
 
-    def __init__(self, stream: TextStream | None, sampling: SamplingParams) -> None:
+    def __init__(self, stream: TextStream | None, stop_ids: StopIds) -> None:
         self.text = ""
         self.end: Finished | None = None
         self._stream = stream
-        self._sampling = sampling
+        self._stop_ids = stop_ids
         self._ids: list[int] = []
         self._logprobs: list[Logprob] = []
         self._stop_string: str | None = None
@@ -267,12 +269,12 @@ class _Choice:
         """Take new tokens; `end` if they are the last. Returns how many tokens to keep when a stop string is found."""
         if self._stop_string is not None:
             return None
+        shown = self._stop_ids.shown(delta.ids, len(self._ids), None if end is None else end.stop_token)
         self._ids += delta.ids
         self._logprobs += delta.logprobs or []
         if self._stream is None:
             return None
-        hides_last = end is not None and end.stop_token is not None and not self._sampling.include_stop_str_in_output
-        piece = self._stream.feed(delta.ids[:-1] if hides_last else delta.ids)
+        piece = self._stream.feed(shown)
         self.text += piece.text
         if piece.stop_string is None:
             return None
@@ -288,16 +290,13 @@ class _Choice:
         end = self.end
         assert end is not None, "a choice that has not ended"
         count = len(self._ids) if self._stop_string is None else self._keep
-        stop_reason: str | int | None = self._stop_string
-        if stop_reason is None and end.stop_token in self._sampling.stop_token_ids:
-            stop_reason = end.stop_token
         return CompletionOutput(
             index=index,
             text=self.text,
             token_ids=tuple(self._ids[:count]),
             finish_reason=end.reason if self._stop_string is None else "stop",
-            stop_reason=stop_reason,
-            logprobs=None if self._sampling.logprobs is None else _logprobs(self._logprobs[:count]),
+            stop_reason=self._stop_string or self._stop_ids.reason(end.stop_token),
+            logprobs=None if self._stop_ids.sampling.logprobs is None else _logprobs(self._logprobs[:count]),
             error=end.message or None,
         )
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.text.stops import StopMatcher
+from steelyard.core.sampling import SamplingParams
+from steelyard.text.stops import StopIds, StopMatcher
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5, unique=True).map(tuple)
 
@@ -57,3 +59,27 @@ def test_a_stop_string_inside_another_and_one_with_a_repeated_beginning() -> Non
     assert matcher.held == 2
     match = matcher.scan("b")
     assert match and match.stop == "aab"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_before", "stop_token", "shown"),
+    [
+        (SamplingParams(), 0, 2, [5]),
+        (SamplingParams(), 0, None, [5]),
+        (SamplingParams(min_tokens=9), 0, None, [5, 2]),
+        (SamplingParams(min_tokens=9), 8, None, [5]),
+        (SamplingParams(ignore_eos=True), 0, None, [5, 2]),
+        (SamplingParams(ignore_eos=True), 0, 2, [5]),
+        (SamplingParams(stop_token_ids=(5,)), 0, None, []),
+        (SamplingParams(include_stop_str_in_output=True), 0, 2, [5, 2]),
+    ],
+)
+def test_the_text_of_an_id_that_ends_the_answer_is_hidden_unless_asked_for(
+    sampling: SamplingParams, num_before: int, stop_token: int | None, shown: list[int]
+) -> None:
+    assert StopIds.of(sampling, {2}).shown([5, 2], num_before, stop_token) == shown
+
+
+def test_only_an_id_of_the_client_is_told_as_the_reason() -> None:
+    stop_ids = StopIds.of(SamplingParams(stop_token_ids=(5,)), {2})
+    assert [stop_ids.reason(token) for token in (5, 2, None)] == [5, None, None]

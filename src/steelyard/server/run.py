@@ -22,6 +22,7 @@ from steelyard.server.errors import DeadlineExceeded
 from steelyard.server.exchange import Exchange
 from steelyard.server.terms import Prompt, Terms
 from steelyard.text.marks import ReasoningGate
+from steelyard.text.stops import StopIds
 from steelyard.text.stream import TextStream
 from steelyard.wire.messages import Delta, Finished, Logprob
 
@@ -52,15 +53,14 @@ class Reasoning:
 
 
 class Choice:
-    """One choice. `stop_ids` are the ids that end it; their own text is shown only if the client asked."""
+    """One choice. `stream` None: ids only."""
 
-    def __init__(self, index: int, stream: TextStream | None, sampling: SamplingParams, stop_ids: frozenset[int]):
+    def __init__(self, index: int, stream: TextStream | None, stop_ids: StopIds):
         self.index = index
         self.end: Finished | None = None
         self.stop_string_keep: int | None = None
         self.num_tokens = 0
         self._stream = stream
-        self._sampling = sampling
         self._stop_ids = stop_ids
         self._num_sent = 0
         self._text_ended = False
@@ -89,7 +89,10 @@ class Choice:
         if update.finished is not None and update.finished.reason == FinishReason.ERROR.value:
             raise RequestFailed(update.finished.message or "the engine could not finish this request")
         ids = update.ids
-        shown = ids if self._stop_ids.isdisjoint(ids) else self._shown(ids, update.finished)
+        shown = ids
+        if not self._stop_ids.ids.isdisjoint(ids):
+            stop_token = None if update.finished is None else update.finished.stop_token
+            shown = self._stop_ids.shown(ids, self.num_tokens, stop_token)
         self.num_tokens += len(ids)
         num_ready = self.num_tokens
         piece = self._stream.feed(shown) if self._stream is not None else None
@@ -111,22 +114,10 @@ class Choice:
             return None
         return self._release(num_ready)
 
-    def _shown(self, ids: list[int], finished: Finished | None) -> list[int]:
-        """The ids whose text is shown: those before a stop id that ends the choice, be it by its grammar's order."""
-        if self._sampling.include_stop_str_in_output:
-            return ids
-        if finished is not None and finished.stop_token == ids[-1]:
-            return ids[:-1]
-        for i, token in enumerate(ids):
-            if token in self._stop_ids and self.num_tokens + i + 1 > self._sampling.min_tokens:
-                return ids[:i]
-        return ids
-
     def _finish(self, finished: Finished) -> Chunk:
         if self._stream is not None:
             self._held.text += self._stream.finish()
-        token = finished.stop_token
-        return self._last(finished.reason, token if token in self._sampling.stop_token_ids else None, self.num_tokens)
+        return self._last(finished.reason, self._stop_ids.reason(finished.stop_token), self.num_tokens)
 
     def _last(self, reason: str, stop_reason: str | int | None, keep: int) -> Chunk:
         """The last chunk: the rest of the first `keep` tokens."""
@@ -168,12 +159,8 @@ class Run:
         self._place = place
         self._collector: Collector | None = None
         service = exchange.service
-        stop_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_ids |= service.eos_token_ids
-        self._choices = [
-            Choice(index, self._text_stream(), sampling, stop_ids) for index in range(len(prompts) * sampling.n)
-        ]
+        stop_ids = StopIds.of(sampling, service.eos_token_ids)
+        self._choices = [Choice(index, self._text_stream(), stop_ids) for index in range(len(prompts) * sampling.n)]
 
     async def start(self, terms: Terms) -> None:
         """Submit. Raises what the engine refuses with, before any byte of a response."""

@@ -1,4 +1,4 @@
-"""Looks for stop strings in a text that arrives in pieces of any size, one character after the other.
+"""What ends an answer: stop strings, looked for in a text that arrives in pieces of any size, and stop ids.
 
 An automaton over all stop strings (Aho and Corasick 1975): a state is the longest suffix of the text that begins
 some stop string. Its depth is how much must be held back; one step a character, whatever the stop strings are.
@@ -7,7 +7,10 @@ some stop string. Its depth is how much must be held back; one step a character,
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from steelyard.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +91,37 @@ class StopMatcher:
         while state and not self._next[state]:
             state = self._fail[state]
         return self._depth[state]
+
+
+@dataclass(frozen=True, slots=True)
+class StopIds:
+    """The ids that end an answer. Their own text is hidden, unless the client asked for what stopped it.
+
+    ids  those of the request, and the model's ends of text unless these are ignored
+    """
+
+    ids: frozenset[int]
+    sampling: SamplingParams
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, eos_token_ids: Collection[int]) -> StopIds:
+        return cls(frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids), sampling)
+
+    def shown(self, ids: list[int], num_before: int, stop_token: int | None) -> list[int]:
+        """The new `ids` whose text is shown: those before one that ends the answer, be it by its grammar's order.
+
+        num_before  tokens of the answer before them
+        stop_token  the id that ended it, None: none did, or the engine has not said so yet
+        """
+        if self.sampling.include_stop_str_in_output:
+            return ids
+        if ids and stop_token == ids[-1]:
+            return ids[:-1]
+        for i, token in enumerate(ids):
+            if token in self.ids and num_before + i + 1 > self.sampling.min_tokens:
+                return ids[:i]
+        return ids
+
+    def reason(self, stop_token: int | None) -> int | None:
+        """What the client is told: an id of its own that ended the answer."""
+        return stop_token if stop_token in self.sampling.stop_token_ids else None
