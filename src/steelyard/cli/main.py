@@ -1,4 +1,7 @@
-"""The `steelyard` command: finds the subcommand and loads only its module. One file a subcommand."""
+"""The `steelyard` command: finds the subcommand and loads only its module. One file a subcommand.
+
+All but a few small modules is loaded inside `main`, where a Ctrl-C is caught.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from steelyard import __version__
-from steelyard.cli.parser import Misuse, Parser
-from steelyard.engine.threads import with_short_spins
-from steelyard.errors import SteelyardError, reason
+from steelyard.cli.interrupts import INTERRUPTED, Interrupts
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a model over the OpenAI API",
@@ -30,23 +31,38 @@ COMMANDS: dict[str, str] = {
 """Name and one-line help. Module `steelyard.cli.NAME` has `add_arguments(parser)` and `run(args) -> int`."""
 
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 and SIGINT."""
 STDOUT_CLOSED = 141
 """Exit status where the reader of standard output went away: 128 and SIGPIPE, as for other programs."""
+_COMPUTING = frozenset(
+    {"generate", "chat", "selftest", "doctor", "plan", "bench throughput", "bench latency", "bench kernels"}
+)
+"""Those that load torch as they run, and have no event loop."""
 _CLEAR = "\r\x1b[K"  # a line of progress, or the terminal's ^C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; a user's mistake prints one line and returns 2.
+    """Run the command line; a user's mistake prints one line and returns 2. Without `argv`, the process is ours.
 
     Whatever a command was doing, Ctrl-C ends it with one line, which has the words of its KeyboardInterrupt if it
     raises one itself, and it ends without a word where nobody reads its output any longer (`| head`).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    interrupts = Interrupts(is_ours=argv is None)
+    status = INTERRUPTED
+    try:
+        interrupts.hear()
+        status = _told(list(sys.argv[1:] if argv is None else argv), interrupts)
+    except KeyboardInterrupt:  # another one, while the first was being told
+        if argv is not None:
+            raise
+    finally:
+        status = interrupts.leave(status)
+    return status
+
+
+def _told(words: list[str], interrupts: Interrupts) -> int:
     try:
         try:
-            return _run(words)
+            return _run(words, interrupts)
         finally:
             sys.stdout.flush()  # here and not at the interpreter's exit, where nothing can be caught
     except KeyboardInterrupt as stop:
@@ -59,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STDOUT_CLOSED
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], interrupts: Interrupts) -> int:
+    from steelyard.cli.parser import Misuse, Parser
+    from steelyard.engine.threads import with_short_spins
+    from steelyard.errors import SteelyardError, reason
+
     os.environ.update(with_short_spins(os.environ))  # before a command loads torch
     parser = Parser(prog="steelyard", description="An LLM inference server that weighs what it spends.")
     parser.add_argument("--version", action="version", version=f"steelyard {__version__}")
@@ -77,6 +97,7 @@ def _run(words: list[str]) -> int:
         print(mistake, file=sys.stderr)
         return 2
     try:
+        interrupts.run(has_loop=f"{args.command} {getattr(args, 'bench', '')}".strip() not in _COMPUTING)
         return int(args.run(args))
     except SteelyardError as error:
         print(f"steelyard {args.command}: {error.message}", file=sys.stderr)
