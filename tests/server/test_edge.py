@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import tempfile
@@ -9,11 +10,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
+from steelyard.server.connection import ABORT
+from steelyard.server.edge import Edge
 from steelyard.server.tenants import Tenant, Tenants, hash_key, load_tenants
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.wire.messages import Control
@@ -385,3 +389,33 @@ def test_a_deadline_is_passed_on_less_the_time_spent_and_ends_as_an_error_or_a_r
     partly = served.complete(deadline_ms=5000, return_token_ids=True).json()["choices"][0]
     assert (partly["finish_reason"], partly["token_ids"]) == ("deadline", [40, 40])
     assert counter(served, "vllm:request_success_total", finished_reason="deadline") == success + 2
+
+
+@pytest.mark.parametrize("kind", ["nothing sent", "begun", "takes nothing"])
+def test_a_request_whose_server_closes_is_answered_if_that_needs_no_wait_and_else_hung_up(
+    guarded: Served, kind: str
+) -> None:
+    sent: list[Any] = []
+    hung_up: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if kind == "begun":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if kind == "takes nothing":
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    async def cancelled() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
+        scope["extensions"] = {ABORT: {"call": lambda: hung_up.append(True)}}
+        task = asyncio.ensure_future(Edge(app, guarded.service, {})(scope, None, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(cancelled())
+    expected = {"nothing sent": ([503], False), "begun": ([200], True), "takes nothing": ([], True)}
+    assert ([m["status"] for m in sent if "status" in m], bool(hung_up)) == expected[kind]

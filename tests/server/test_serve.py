@@ -240,6 +240,27 @@ def test_a_file_of_flags_a_unix_socket_and_a_second_sigterm(model: Path, script:
         process.wait()
 
 
+def test_a_second_sigterm_while_a_body_is_coming_is_answered_and_calm(model: Path, script: str) -> None:
+    process, text = start_serve(model, "--script", script, "--port", "0", "--shutdown-timeout", "60")
+    try:
+        raw = socket.create_connection(_url(text).removeprefix("http://").split(":"), timeout=20)
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert process.stderr is not None
+        process.send_signal(signal.SIGTERM)
+        while "draining: 1 requests" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
+        raw.close()
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"shut down" in answer
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "Traceback" not in errors and "ERROR" not in errors, errors
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_https_behind_a_prefix_and_a_warning_when_public_without_a_key(
     model: Path, script: str, tmp_path: Path

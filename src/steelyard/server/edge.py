@@ -8,16 +8,20 @@ is weighed has an account from here on, `auth` first; one that is refused here c
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from steelyard.errors import SteelyardError
 from steelyard.server.body import declared_bytes, too_large
-from steelyard.server.errors import error_body, error_headers
+from steelyard.server.connection import ABORT
+from steelyard.server.errors import ShuttingDown, error_body, error_headers
 from steelyard.server.ledger import Account
 from steelyard.server.routes.page import PATHS as PAGE_PATHS
 from steelyard.server.service import Service
@@ -75,13 +79,20 @@ class Edge:
                     self._service.close_account(account)
             return
 
+        started = False
+
         async def send_with(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [*message.get("headers", ()), *extra, *self._last()]
             await send(message)
 
         app = self._endpoints.get(path) if scope["method"] == "POST" else None
-        await (app or self._app)(scope, receive, send_with)
+        try:
+            await (app or self._app)(scope, receive, send_with)
+        except asyncio.CancelledError:
+            await _cut_off(scope, None if started else partial(_respond, send_with))
 
     def _last(self) -> list[Header]:
         """What ends the connection once the server drains: its next request would find nobody."""
@@ -111,6 +122,19 @@ class Edge:
             (b"access-control-expose-headers", b"x-request-id, retry-after"),
             (b"vary", b"origin"),
         ]
+
+
+async def _cut_off(scope: Scope, respond: Callable[..., Awaitable[None]] | None) -> None:
+    """The server closes and waits for nobody: say so if that is still possible without waiting, and hang up."""
+    if respond is not None:
+        error = ShuttingDown("the server shut down before this request had come")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await respond(error.status, error_headers(error), error_body(error))
+                return
+    if (extension := scope.get("extensions", {}).get(ABORT)) is not None:
+        extension["call"]()
+    await asyncio.sleep(0)  # until the connection knows that it is lost: then nothing of it is logged
 
 
 def _preflight(headers: dict[bytes, bytes]) -> Iterable[Header]:
