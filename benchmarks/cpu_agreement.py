@@ -5,9 +5,9 @@ python benchmarks/cpu_agreement.py MODEL_FILE      one line of JSON; run by benc
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 from steelyard.core.sampling import SamplingParams
@@ -29,7 +29,10 @@ def predictions(path: str, dtype: str) -> list[TokenLogprobs]:
 
 def main() -> None:
     """Compare --dtype auto with float32."""
-    exact, packed = (predictions(sys.argv[1], dtype) for dtype in ("float32", "auto"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", metavar="MODEL_FILE")
+    path = parser.parse_args().path
+    exact, packed = (predictions(path, dtype) for dtype in ("float32", "auto"))
     same = sum(a.top[0][0] == b.top[0][0] for a, b in zip(exact, packed, strict=True))
     perplexities = [math.exp(-sum(p.logprob for p in some) / len(some)) for some in (exact, packed)]
     found = {

@@ -11,6 +11,7 @@ llama.cpp (in a Python that has llama-cpp-python; nothing else is imported there
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -184,9 +185,13 @@ def now() -> Times:
 
 def main() -> None:
     """Load, say so with the time it took, then answer cells until stdin ends."""
-    engine, path, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES, metavar="ENGINE")
+    parser.add_argument("path", metavar="MODEL_FILE")
+    parser.add_argument("threads", type=int, metavar="THREADS")
+    args = parser.parse_args()
     begun = now()
-    worker = ENGINES[engine](path, threads)
+    worker = ENGINES[args.engine](args.path, args.threads)
     print(json.dumps({"load": since(begun)}), flush=True)
     draw = random.Random(1)
     for line in sys.stdin:

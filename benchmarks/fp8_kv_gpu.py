@@ -8,6 +8,7 @@ K and V at 4.25 TB/s: half as many in fp8. The goal is 1.7 times the bf16 rate.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -190,7 +191,12 @@ def decode(rows: int, ctx: int) -> list[dict[str, object]]:
     return found
 
 
-def main(folder: Path) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the rows")
+    folder = parser.parse_args().out
     rows = checks()
     if GPU:
         warm_up()
@@ -205,4 +211,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

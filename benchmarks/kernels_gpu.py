@@ -12,6 +12,7 @@ copy and product rates measured on an H200.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -376,14 +377,33 @@ def main(out: Path, groups: list[str]) -> int:
     return int(bool(wrong))
 
 
+def run_group(name: str, out: Path) -> None:
+    """One group, in this process."""
+    torch.manual_seed(0)
+    try:
+        GROUPS[name]()
+    finally:
+        if not timing.COMPILE_ONLY:
+            (out / f"{name}.json").write_text(json.dumps(results))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the rows")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    if unknown := [g for g in found.groups if g not in GROUPS]:  # choices would refuse no groups at all
+        parser.error(f"there is no group {unknown[0]}: {', '.join(GROUPS)}")
+    return found
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--group":
-        torch.manual_seed(0)
-        try:
-            GROUPS[sys.argv[2]]()
-        finally:
-            if not timing.COMPILE_ONLY:
-                (Path(sys.argv[3]) / f"{sys.argv[2]}.json").write_text(json.dumps(results))
+    args = arguments()
+    if args.group is not None:
+        run_group(args.group, args.out)
     else:
-        Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
-        sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(GROUPS)))
+        args.out.mkdir(parents=True, exist_ok=True)
+        sys.exit(main(args.out, args.groups or list(GROUPS)))
