@@ -189,7 +189,7 @@ def test_a_default_of_several_is_told_as_it_is_typed(capsys: pytest.CaptureFixtu
 def test_the_helps_name_what_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     for words, name in (
         (["ablate", "--help"], "kv-cache-dtype"),
-        (["ablate", "--help"], "takes hours\nwith the load as it is"),
+        (["ablate", "--help"], "takes hours\nwithout a GPU"),
         (["bench", "throughput", "--help"], "short-long"),
         (["bench", "throughput", "--help"], "(1024 requests)"),
         (["plan", "--help"], "waste     reserving KV memory against paging it"),
