@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from steelyard.errors import EngineDead
+from steelyard.server.client import EngineClient
+from steelyard.server.metrics import Metrics
 from tests.server.served import Served, counter, post_raw, wait_for
 
 
@@ -60,3 +65,14 @@ def test_a_reader_that_stops_holds_up_nobody_and_finds_its_text_joined(served: S
         data += sock.recv(65536)
     sock.close()
     assert data.count(b'"finish_reason":"length"') == 1
+
+
+def test_a_handler_that_ends_after_the_channel_was_closed_has_nobody_to_tell() -> None:
+    def closed(message: object) -> None:
+        raise EngineDead("the channel to the engine is closed")
+
+    client = EngineClient(closed, lambda: 0, 20.0, Metrics())
+    collector: Any = SimpleNamespace(ids=["a"])
+    client._open["a"] = (collector, 0)  # type: ignore[assignment]
+    client.close(collector)
+    assert collector.ids == []

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,7 +230,8 @@ class EngineClient:
         for id in collector.ids:
             self._waiting.pop(id, None)
             if id in self._open and self.death is None:
-                self._send(Stop(id, -1, "disconnect"))
+                with suppress(EngineDead):  # the channel closes before the last handlers do
+                    self._send(Stop(id, -1, "disconnect"))
         collector.ids.clear()
 
     async def ask(self, what: str) -> Any:
