@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.set_defaults(model=None, api_key=None)
     parser.epilog = """The first arm of --set combinations computes every sequence anew in each step: that takes hours
-without a GPU with the load as it is, and minutes with --group all --group-divisor 64 --num-prompts 2 --max-concurrency 4."""
+without a GPU, and minutes with --group all --group-divisor 64 --num-prompts 2 --max-concurrency 4."""
 
 
 def run(args: argparse.Namespace) -> int:
