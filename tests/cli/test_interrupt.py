@@ -125,6 +125,16 @@ def test_an_offline_bench_writes_the_cases_it_has_measured(bench: str, tmp_path:
     assert [row["case"] for row in json.loads(report.read_text())["rows"]] == ["short"]
 
 
+def test_a_server_that_is_loading_stops_and_its_engine_says_nothing(tmp_path: Path) -> None:
+    model = tiny_model.write(tmp_path / "tiny")
+
+    def loading(process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None and process.stderr.readline() == "steelyard: loading tiny\n"
+
+    done = interrupted(["serve", str(model), "--port", "0"], loading)
+    assert (done.out, done.last) == ("", "steelyard serve: stopped")
+
+
 def test_an_ablation_stops_its_server_too(tmp_path: Path) -> None:
     model = tiny_model.write(tmp_path / "tiny")
 

@@ -145,7 +145,13 @@ class _Serving:
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        terminated = asyncio.Event()
+
+        def terminate() -> None:
+            terminated.set()
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, terminate)
         with suppress(OSError):  # a full disk behind stderr is no reason not to serve
             print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
         try:
@@ -153,6 +159,8 @@ class _Serving:
         except EngineDead as error:
             raise StartError(error.message) from None
         except asyncio.CancelledError:
+            if not terminated.is_set():  # Ctrl-C, which the loop makes a KeyboardInterrupt of
+                raise
             raise StartError("stopped while the model was loading") from None
         self._is_ready = True
 

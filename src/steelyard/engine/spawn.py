@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -21,11 +22,16 @@ from steelyard.engine.threads import with_short_spins
 def start_engine_process(config: EngineConfig, address: str) -> subprocess.Popen[bytes]:
     """Start `python -m steelyard.engine.process`; its first message on the channel is Ready, or a Fault.
 
-    It ignores SIGINT, drains at SIGTERM, and exits with 0 after a drain or halt, 2 if it could not start, 1 after a
-    Fault. Keep the returned process's stdin open for as long as the engine is wanted.
+    It never hears SIGINT, which a terminal sends to all of a command's processes; it drains at SIGTERM, and exits with
+    0 after a drain or halt, 2 if it could not start, 1 after a Fault. Keep the returned process's stdin open for as
+    long as the engine is wanted.
     """
     command = [sys.executable, "-m", "steelyard.engine.process"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_short_spins(os.environ))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: from its first import on
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_short_spins(os.environ))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None
     process.stdin.write(json.dumps({"address": address, "config": asdict(config)}).encode() + b"\n")
     process.stdin.flush()
