@@ -1,4 +1,4 @@
-"""docs/gpu.md and its picture are what the kept results say: nobody writes a figure there by hand."""
+"""docs/gpu.md, docs/attention.md and their picture are what the kept results say: nobody writes a figure there by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md between their marks, and its picture, from kept results. It measures nothing.
+"""Writes the tables between marks in docs/gpu.md and docs/attention.md, and a picture, from kept results; no run.
 
 python tools/gpu_page.py            write         python tools/gpu_page.py --check      1 where the page is not that
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGE = ROOT / "docs/gpu.md"
+PAGES = (ROOT / "docs/gpu.md", ROOT / "docs/attention.md")
 PICTURE = ROOT / "docs/pictures/h200-workloads.svg"
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
 MODELS = ("llama3-8b", "qwen3-0.6b")
@@ -170,37 +170,78 @@ def swap() -> str:
 
 
 def transformers() -> str:
-    rows = []
-    for model, peer in kept("h200-peers.json")["transformers"].items():
-        one, mixed = measured(model, "single 128/257"), measured(model, "mixed 100-1024/100-1024")
+    """Each claim of others with both figures of one run; a single request against the better of its two attentions."""
+    results, rows = kept("h200-transformers.json"), []
+    for model in MODELS:
+        at = {(r["engine"], r["case"]): r for r in results["rows"] if r["model"] == model}
+        ours = at["steelyard", "single 128/33"]
+        peers = [r for (engine, case), r in at.items() if engine != "steelyard" and case == ours["case"]]
         for what, key in (("TTFT, ms", "ttft_ms"), ("TPOT, ms", "tpot_ms")):
-            rows.append((model, what, peer[key], f"{one[key]:.2f}", f"-{100 * (1 - one[key] / peer[key]):.0f} %"))
-        times = f"{mixed['out_tok_s'] / peer['mixed_tok_s']:.0f}x"
-        rows.append((model, "mixed, output tok/s", peer["mixed_tok_s"], f"{mixed['out_tok_s']:,.0f}", times))
-    static = kept("h200-peers.json")["static_batch_kv"]
-    ours = next(r for r in kept("h200-transformers.json")["rows"] if r["case"] == "32 of mixed")
-    pairs = (
-        ("KV at its peak, GB", static["peak_bytes"] / 1e9, ours["peak_kv_bytes"] / 1e9),
-        ("KV held and not needed, mean", 1 - static["mean_share_needed"], ours["mean_waste"]),
-    )
-    for what, theirs, own in pairs:
-        rows.append(
-            ("llama3-8b, 32 of mixed", what, f"{theirs:.2f}", f"{own:.2f}", f"-{100 * (1 - own / theirs):.0f} %")
-        )
+            best = min(r[key] for r in peers)
+            rows.append((model, what, f"{best:.1f}", f"{ours[key]:.2f}", f"-{100 * (1 - ours[key] / best):.0f} %"))
+        own, batch = at["steelyard", "32 of mixed"], at["transformers", "32 of mixed"]
+        whole = at["steelyard", "mixed, whole"]
+        for name, r in (("32 of mixed, output tok/s", own), ("all of mixed at once, output tok/s", whole)):
+            pair = (f"{batch['out_tok_s']:,.0f}", f"{r['out_tok_s']:,.0f}")
+            rows.append((model, name, *pair, f"{r['out_tok_s'] / batch['out_tok_s']:.0f}x"))
+        for name, key, scale, form in (
+            ("32 of mixed, mean time to an answer, s", "mean_answer_s", 1.0, ".1f"),
+            ("32 of mixed, KV at its peak, GB", "peak_kv_bytes", 1e9, ".2f"),
+            ("32 of mixed, KV held and not needed, mean share", "mean_waste", 1.0, ".2f"),
+        ):
+            change = f"-{100 * (1 - own[key] / batch[key]):.0f} %"
+            rows.append((model, name, format(batch[key] / scale, form), format(own[key] / scale, form), change))
     return table(("model", "what", "transformers", "Steelyard", "change"), rows)
+
+
+def attention(direction: str) -> tuple[list[int], dict[tuple[str, int], dict[str, Any]]]:
+    """(lengths, rows by backend and length) of the laboratory's causal prefill with heads of 128."""
+    found = {
+        (r["backend"], r["num_q"]): r
+        for r in kept("h200-kernels.json")["kernels"]["rows"]
+        if (r["kind"], r["causal"], r["head_dim"], r["direction"]) == ("prefill", True, 128, direction)
+    }
+    return sorted({length for _, length in found}), found
+
+
+def forward() -> str:
+    lengths, found = attention("forward")
+    rows = []
+    for n in lengths:
+        rates = [f"{found[name, n]['tflops']:.0f}" for name in ("naive", "steelyard", "sdpa-flash", "sdpa-cudnn")]
+        naive, own = found["naive", n], found["steelyard", n]
+        extra = (f"{naive['extra_bytes'] / 2**30:.1f} GiB", f"{own['extra_bytes'] / 2**20:.0f} MiB")
+        less = naive["extra_bytes"] / own["extra_bytes"]
+        rows.append((f"{n:,}", *rates, f"{naive['ms'] / own['ms']:.1f}x", *extra, f"{less:.0f}x"))
+    heads = ("length", "naive", "Steelyard", "torch flash", "cuDNN", "faster than naive", "naive's extra", "ours")
+    return table((*heads, "less memory"), rows)
+
+
+def gradient() -> str:
+    lengths, found = attention("backward")
+    rows = []
+    for n in lengths:
+        names = ("naive", "steelyard-train", "sdpa-flash", "sdpa-cudnn")
+        rates = [f"{found[name, n]['tflops']:.0f}" if "tflops" in found[name, n] else "-" for name in names]
+        own = found["steelyard-train", n]["ms"]
+        times = (f"{found['naive', n]['ms'] / own:.1f}x", f"{found['sdpa-cudnn', n]['ms'] / own:.2f}")
+        rows.append((f"{n:,}", *rates, *times))
+    heads = ("length", "naive gradient", "Steelyard", "torch flash", "cuDNN", "faster than naive", "of cuDNN")
+    return table(heads, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, transformers,
+        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, transformers, forward,
+        gradient,
     )
 }  # fmt: skip
 
 
-def page() -> str:
-    """docs/gpu.md with every table as the results have it."""
-    return MARK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], PAGE.read_text())
+def page(path: Path) -> str:
+    """A page with every table between marks as the results have it."""
+    return MARK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], path.read_text())
 
 
 def picture() -> str:
@@ -234,7 +275,7 @@ def _text(x: float, y: float, text: str, anchor: str, size: int = 11) -> str:
 
 
 def main() -> int:
-    wanted = {PAGE: page(), PICTURE: picture()}
+    wanted = {path: page(path) for path in PAGES} | {PICTURE: picture()}
     if "--check" in sys.argv:
         return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
     for path, text in wanted.items():
