@@ -1,4 +1,4 @@
-"""docs/gpu.md, docs/attention.md and their picture are what the kept results say: nobody writes a figure there by hand."""
+"""docs/gpu.md, docs/attention.md and their picture are what the kept results say: no figure there is by hand."""
 
 from __future__ import annotations
 
