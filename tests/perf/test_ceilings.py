@@ -13,7 +13,7 @@ from steelyard.errors import StartError
 from steelyard.kernels import cpu_linear
 from steelyard.perf import ceilings
 from steelyard.perf.ceilings import Sizes, measure, measure_ceiling
-from steelyard.perf.timing import best_ms
+from steelyard.perf.timing import best_ms, own_stream
 from steelyard.plan.costs import Setup, decode
 from steelyard.plan.device import Ceilings, ceilings_toml, find_device
 from steelyard.plan.formats import weight_format
@@ -130,3 +130,6 @@ def test_ceilings_of_a_gpu_lie_under_its_datasheet() -> None:
     assert 0.4 < seen.matmul_flops / device.bf16_flops <= 1.0
     assert 0.6 < seen.copy_bandwidth / device.bandwidth <= 1.0
     assert 0.4 < seen.weights_bandwidth / device.bandwidth <= 1.0
+    with own_stream(torch.device("cuda")):
+        read = measure_ceiling(torch.device("cuda"), torch.bfloat16).read_bandwidth
+    assert 0.8 < read / device.bandwidth <= 1.0

@@ -3,8 +3,8 @@
 Every probe runs twice, some time apart: the better counts, and where they do not agree the device says so.
 
 On a GPU each ceiling is a median of the operation that it bounds, repeated until it takes some milliseconds, on buffers
-larger than any cache. What is measured are library kernels; the server's own may be faster or slower, and its step
-records say which.
+larger than any cache. What is measured are library kernels (reading also the server's own, where it is faster); the
+server's may be faster or slower, and its step records say which.
 
 A processor has no datasheet, and what was measured becomes the floor. So there the best run counts, products go the
 server's own way (weights laid out for oneDNN), and bfloat16 and float32 are measured apart: the server computes in the
@@ -13,6 +13,7 @@ former where the processor multiplies it, and the two differ several times.
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class Sizes:
 ON_GPU = Sizes(2**30, 8192, 4, 8192, 128, 4096, 32, 8)
 ON_CPU = Sizes(2**26, 1024, 1, 512, 8, 4096, 8, 2)
 IN_CACHE_ELEMENTS = 2**20
+READ_COLUMNS = 4096
 PRODUCT_BUDGET_S = 1.5
 QUIET_LOAD = 0.25
 """Load average a core above which others take a measurable part of a machine."""
@@ -240,8 +242,16 @@ def _copy(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def _read(where: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    """Bytes/s of reading. On a GPU by this server's matrix-vector product too: torch's reductions read slower."""
     source = torch.zeros(sizes.copy_elements, device=where, dtype=dtype)
-    return source.numel() * source.element_size() / _seconds(where, lambda: torch.amax(source))
+    num_bytes = source.numel() * source.element_size()
+    reduced = num_bytes / _seconds(where, lambda: torch.amax(source))
+    if where.type == "cpu":
+        return reduced
+    gemv = importlib.import_module("steelyard.kernels.triton_linear").gemv  # no Triton on a machine without a GPU
+    weight = source.view(-1, READ_COLUMNS)
+    x, out = weight[:1].clone(), torch.empty(1, len(weight), device=where, dtype=dtype)
+    return max(reduced, num_bytes / _seconds(where, lambda: gemv(x, weight, out)))
 
 
 def _launch(where: torch.device, dtype: torch.dtype) -> float:
