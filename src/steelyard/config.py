@@ -34,6 +34,7 @@ class EngineConfig:
     script                  a JSON file of token ids to answer with in place of a model: the server by itself
     num_speculative_tokens  guesses a step may check for a row, looked up in the row's own text; 0: none
     speculative_load        tokens that a step of decodes takes at no cost: guesses fill it up to there
+    kernel_cache            folder of compiled kernels, used and filled; None: Triton's own. On a CPU there are none
     async_scheduling        launch step N + 1 before step N is collected; None: where the device runs by itself
 
     Baselines to compare with; all give the same tokens:
@@ -73,6 +74,7 @@ class EngineConfig:
     deterministic: bool = False
     num_speculative_tokens: int = 0
     speculative_load: int = 4
+    kernel_cache: str | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
     check_invariants: bool = False

@@ -75,6 +75,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="fp8: one byte a number (default: auto, as computed)")
     add("--kv-window", type=int, metavar="TOKENS", help="forget all but the latest tokens and the sinks (default: off)")
     add("--kv-sinks", type=int, metavar="TOKENS", help="first tokens kept beside --kv-window (default: 4)")
+    add("--kernel-cache", metavar="DIR", help="compiled GPU kernels: used, and added to (default: Triton's own folder)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     add(
         "--async-scheduling",

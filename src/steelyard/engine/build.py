@@ -117,6 +117,7 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         backend="invariant" if config.deterministic else "auto",
         attention_backend=config.attention_backend,
         whole_prompts=config.whole_prompts,
+        kernel_cache=config.kernel_cache,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_window=config.kv_window,
         kv_sinks=config.kv_sinks,

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from steelyard.kernels.attention import AttnSpec, KvLayer
+from steelyard.kernels.gpu import Gpu
 from steelyard.kernels.triton_common import LOG2E
 from steelyard.kernels.triton_configs import MULTIPROCESSORS, AttentionShape
 
@@ -272,15 +273,15 @@ class Work:
     max_tiles: int
 
 
-def supports(shape: AttentionShape, device: torch.device) -> bool:
-    """Whether the kernel takes this shape on this device: Hopper, head size 128, 64 rows in whole groups, 2 bytes.
+def supports(shape: AttentionShape, gpu: Gpu | None) -> bool:
+    """Whether the kernel takes this shape on this GPU: Hopper, head size 128, 64 rows in whole groups, 2 bytes.
 
     An fp8 pool would have to be widened between the ring and the matrix units: it takes the plain kernel, and so do
     first positions that are kept behind a window.
     """
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == 9
+        gpu is not None
+        and gpu.capability[0] == 9
         and shape.head_dim == 128
         and 64 % shape.group == 0
         and shape.dtype in (torch.bfloat16, torch.float16)

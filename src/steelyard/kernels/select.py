@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from steelyard.errors import StartError
+from steelyard.kernels.gpu import Gpu, gpu_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,21 @@ class Choice:
     reason: str
 
 
-def choose_attention(requested: str, head_dim: int, block_size: int, device: torch.device) -> Choice:
-    """The backend for `requested` (a name of ATTENTION, or auto). Raises StartError on an unknown or unusable name."""
+def choose_attention(
+    requested: str, head_dim: int, block_size: int, device: torch.device, gpu: Gpu | None = None
+) -> Choice:
+    """The backend for `requested` (a name of ATTENTION, or auto); `gpu`: the device's, where it is elsewhere.
+
+    Raises StartError on an unknown or unusable name.
+    """
+    if requested in ("auto", "triton"):
+        gpu = gpu or gpu_of(device)
     if requested == "auto":
-        obstacle = _triton_obstacle(head_dim, block_size, device)
-        if obstacle:
+        obstacle = _triton_obstacle(head_dim, block_size, device, gpu)
+        if obstacle or gpu is None:
             return Choice("cpu" if device.type == "cpu" else "sdpa", obstacle)
-        return Choice("triton", f"head size {head_dim}, blocks of {block_size} on {torch.cuda.get_device_name(device)}")
-    obstacle = _obstacle(requested, head_dim, block_size, device)
+        return Choice("triton", f"head size {head_dim}, blocks of {block_size} on {gpu.name}")
+    obstacle = _obstacle(requested, head_dim, block_size, device, gpu)
     if obstacle:
         raise StartError(f"attention backend {requested!r}: {obstacle}", param="attention_backend")
     return Choice(requested, "asked for")
@@ -79,7 +87,7 @@ def make_attention(name: str, *more: Any) -> Any:
     return create(*ATTENTION[name].arguments, *more)
 
 
-def _obstacle(requested: str, head_dim: int, block_size: int, device: torch.device) -> str:
+def _obstacle(requested: str, head_dim: int, block_size: int, device: torch.device, gpu: Gpu | None) -> str:
     """Why `requested` cannot serve this, or an empty string."""
     if requested in OPTIONAL:
         package = OPTIONAL[requested]
@@ -91,15 +99,15 @@ def _obstacle(requested: str, head_dim: int, block_size: int, device: torch.devi
     devices = ATTENTION[requested].devices
     if device.type not in devices:
         return f"it runs on {' and '.join(devices)}, this is {device.type}; use auto"
-    why = _triton_obstacle(head_dim, block_size, device) if requested == "triton" else ""
+    why = _triton_obstacle(head_dim, block_size, device, gpu) if requested == "triton" else ""
     return why and f"{why}; use auto"
 
 
-def _triton_obstacle(head_dim: int, block_size: int, device: torch.device) -> str:
+def _triton_obstacle(head_dim: int, block_size: int, device: torch.device, gpu: Gpu | None) -> str:
     """Why the Triton kernels cannot serve this, or an empty string."""
-    if device.type != "cuda":
+    if gpu is None:
         return f"Triton needs a CUDA device, this is {device.type}"
-    if torch.cuda.get_device_capability(device)[0] < 8:
+    if gpu.capability[0] < 8:
         return "Triton attention needs compute capability 8.0 or newer"
     if head_dim not in TRITON_HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, TRITON_HEAD_DIMS))}"

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from steelyard.errors import StartError
 from steelyard.kernels import gluon_prefill
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
+from steelyard.kernels.gpu import Gpu, gpu_of
 from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.select import TRITON_BLOCK_SIZES, TRITON_HEAD_DIMS
 from steelyard.kernels.triton_common import NO_WINDOW, early, power_of_two
@@ -58,18 +59,24 @@ class TritonAttention:
 
     One object per model: its tables are overwritten by each `prepare`, in stream order. `use_gluon` False keeps to
     plain Triton; `pdl` starts the kernels of small steps early (see triton_common for the rules this puts on the
-    kernels around); with many rows it would only spread programs unevenly.
+    kernels around); with many rows it would only spread programs unevenly. `gpu`: what they are for, if not `device`.
     """
 
     name = "triton"
 
     def __init__(
-        self, shape: AttentionShape, device: torch.device, *, use_gluon: bool = True, pdl: bool = False
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        use_gluon: bool = True,
+        pdl: bool = False,
+        gpu: Gpu | None = None,
     ) -> None:
         _check(shape)
         self.shape = shape
         self._pdl = pdl
-        self._gluon = use_gluon and gluon_prefill.supports(shape, device)
+        self._gluon = use_gluon and gluon_prefill.supports(shape, gpu or gpu_of(device))
         self._prefill = prefill_config(shape)
         # Inline assembly, which the interpreter has not; there V is read as it is.
         self._paired = shape.is_fp8 and shape.dtype.itemsize == 2 and device.type != "cpu"

@@ -89,7 +89,7 @@ class TritonBackend:
         self._pdl = pdl
         self._sampler = Sampler(max_rows, device)
         ones = torch.ones(max_rows, dtype=torch.float32, device=device)
-        self._uncut = Cut(ones.int() * 0, ones, ones * 0)
+        self._uncut = Cut(torch.zeros_like(ones, dtype=torch.int32), ones, torch.zeros_like(ones))
 
     def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
         """See Backend.activation_dtype."""

@@ -60,6 +60,7 @@ class DeviceRunner:
         self.attention = machine.decoder.place.backend.attention.name
         self.memory_terms: Callable[[], MemoryTerms] = lambda: MemoryTerms(0)
         self.start_seconds: dict[str, float] = {}
+        self.kernels: dict[str, int] = {}
 
     @property
     def caps(self) -> RunnerCaps:

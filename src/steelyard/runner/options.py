@@ -10,6 +10,7 @@ import torch
 
 from steelyard.errors import StartError
 from steelyard.kernels.cpu_linear import has_int4
+from steelyard.kernels.gpu import Gpu
 from steelyard.kernels.kv_fp8 import FP8
 from steelyard.plan.defaults import BY_DEVICE
 
@@ -27,6 +28,7 @@ class RunnerOptions:
     backend   auto, or the name of one (reference: slow and exact, for tests; invariant: see kernels/invariant.py)
     kv_cache_dtype  auto: what the backend computes in; fp8: see kernels/kv_fp8.py
     kv_window, kv_sinks  attention sees the latest kv_window positions and the first kv_sinks; None: all
+    kernel_cache  a folder of compiled kernels; None: Triton's own
     whole_prompts  a step must be able to hold a request of the full context
     """
 
@@ -50,6 +52,7 @@ class RunnerOptions:
     kv_cache_dtype: str = "auto"
     kv_window: int | None = None
     kv_sinks: int | None = None
+    kernel_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ def resolve_dtype(name: str, device: torch.device, kinds: Set[str]) -> torch.dty
     return chosen
 
 
-def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.device, attention: str) -> torch.dtype:
+def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, gpu: Gpu | None, attention: str) -> torch.dtype:
     """--kv-cache-dtype as a torch type; `wide` is what the backend computes in, `attention` the one chosen for it.
+    `gpu`: None on a CPU.
 
     Raises StartError.
     """
@@ -110,7 +114,7 @@ def resolve_kv_dtype(options: RunnerOptions, wide: torch.dtype, device: torch.de
             + ("use --attention-backend auto" if asked else "this model gets no other here, use --kv-cache-dtype auto"),
             param="kv_cache_dtype",
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if gpu is not None and gpu.capability < (8, 9):
         raise StartError(
             "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer; use auto", param="kv_cache_dtype"
         )

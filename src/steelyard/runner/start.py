@@ -58,7 +58,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
     limits = resolve_limits(options, device, shape.max_position)
     config = bounded_config(checkpoint.config, options.kv_window, options.kv_sinks)
     backend = _backend(options, config.layers[0].head_dim, limits.block_size, device)
-    kv_dtype = resolve_kv_dtype(options, backend.kv_dtype(dtype), device, backend.attention.name)
+    kv_dtype = resolve_kv_dtype(options, backend.kv_dtype(dtype), None, backend.attention.name)
     phases = Phases(device)
     total_bytes, context_bytes = available_bytes(device), resident_bytes()
     decoder = Decoder(config, Place(dtype, device, backend), limits.max_model_len)

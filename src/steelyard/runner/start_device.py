@@ -8,15 +8,17 @@ The pool gets what the measured terms leave of the share; graphs are estimated b
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.core.step import MemoryTerms, RunnerCaps
+from steelyard.kernels.ahead import compile_ahead, count_kernels, keep_kernels, launching_nothing
 from steelyard.kernels.backend import Backend
+from steelyard.kernels.gpu import Gpu, gpu_of
 from steelyard.kernels.kv_fp8 import FP8
 from steelyard.kernels.reference import ReferenceBackend
 from steelyard.kernels.sampling import Controls
@@ -27,7 +29,7 @@ from steelyard.kernels.triton_backend import TritonBackend
 from steelyard.kernels.triton_configs import AttentionShape
 from steelyard.kernels.triton_step import TritonStep
 from steelyard.layers.linear import Place
-from steelyard.models.config import DecoderConfig
+from steelyard.models.config import DecoderConfig, LayerConfig
 from steelyard.models.decoder import Decoder
 from steelyard.models.load import dummy_weights, load_weights
 from steelyard.plan.captures import NOTHING, Buckets
@@ -38,7 +40,7 @@ from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.device_runner import DeviceRunner
 from steelyard.runner.graphs import FEW_TOKENS, Captures, Graph
 from steelyard.runner.kv import KvPool, kv_layout, size_pool
-from steelyard.runner.kv_scales import Scales, kv_scales
+from steelyard.runner.kv_scales import Scales, calibrated, kv_scales, stored_scales
 from steelyard.runner.launched import Machine
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_limits
 from steelyard.runner.phases import Phases
@@ -49,26 +51,36 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceStart:
-    """The parts of a runner while it is being put together."""
+    """The parts of a runner while it is being put together.
 
-    def __init__(self, checkpoint: Checkpoint, options: RunnerOptions) -> None:
+    `elsewhere`: a GPU to compile for and not to run on. Tensors are then meta, no weight is read, and of layers that
+    are alike two are kept.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: RunnerOptions, elsewhere: Gpu | None = None) -> None:
         self.checkpoint = checkpoint
         self.options = options
-        self.device = device = resolve_device(options.device)
+        self.device = device = torch.device("meta") if elsewhere else resolve_device(options.device)
+        self.gpu = elsewhere or gpu_of(device)
+        self.serving = torch.device("cuda") if self.gpu else device
         self.phases = Phases(device)
-        self.dtype = resolve_dtype(options.dtype, device, {e.kind for e in checkpoint.tensors.values()})
+        self.dtype = resolve_dtype(options.dtype, self.serving, {e.kind for e in checkpoint.tensors.values()})
         self.shape = model_shape(checkpoint.config, options.kv_window, options.kv_sinks)
-        self.limits = resolve_limits(options, device, self.shape.max_position)
+        self.limits = resolve_limits(options, self.serving, self.shape.max_position)
         self.max_tokens = max(self.limits.max_batched_tokens, self.limits.max_rows)
         self.config = bounded_config(checkpoint.config, options.kv_window, options.kv_sinks)
+        if elsewhere:
+            self.config = replace(self.config, layers=_kinds(self.config.layers))
         self.free_at_start = self.phases.free_bytes()
         self.backend, self.renew = make_backend(self.config, self)
         attention = self.backend.attention.name
-        self.kv_dtype = resolve_kv_dtype(options, self.backend.kv_dtype(self.dtype), device, attention)
+        self.kv_dtype = resolve_kv_dtype(options, self.backend.kv_dtype(self.dtype), self.gpu, attention)
         self.scales: Scales | None = None
         with self.phases("weights"):
             self.decoder = Decoder(self.config, Place(self.dtype, device, self.backend), self.limits.max_model_len)
-            if options.load_format == "dummy":
+            if elsewhere:
+                pass  # only their shapes matter
+            elif options.load_format == "dummy":
                 dummy_weights(self.decoder, options.seed)
             else:
                 load_weights(self.decoder, checkpoint, lambda: self.phases("pack"))
@@ -96,32 +108,42 @@ class DeviceStart:
             self.scales = kv_scales(self.decoder, self.checkpoint, self.limits, self.max_tokens)
 
     def compile(self) -> None:
-        """Run every kernel of a step once, in every form, several at a time: compiling is most of a cold start.
+        """Have every kernel of a step compiled, each once and several at a time: most of a cold start."""
+        if self.gpu is not None and isinstance(self.backend.attention, TritonAttention):
+            with launching_nothing(self.gpu, is_here=True):
+                twin = DeviceStart(self.checkpoint, self.options, self.gpu)
+                compile_ahead(twin.launch_all, len(os.sched_getaffinity(0)), self.gpu.arch)
 
-        The steps are padding only, so that it does not matter what runs beside what.
-        """
+    def launch_all(self) -> None:
+        """Every launch of a start, in its order, for where launching only compiles."""
+        if self.kv_dtype == FP8:
+            self.renew(False)
+            own = stored_scales(self.decoder, self.checkpoint)
+            self.scales = own or calibrated(self.decoder, self.limits, self.max_tokens)[0]
+        self.every_kernel()
+
+    def every_kernel(self) -> None:
+        """Run every kernel of a step once, in every form, over a pool of one block. The steps are padding only."""
         self.pool((1,) * len(self.shape.kv_groups()))
-        if self.device.type != "cuda":
+        if self.gpu is None:
             return
         rows, step = self.limits.max_rows, self.step
         shapes = [Shape.of_bucket("mixed", size, rows) for size in (self.max_tokens, FEW_TOKENS // 2)]
         shapes += [Shape.of_bucket("decode", min(size, rows), rows) for size in (1, 2, 16, 32, 64, 128, 256)]
-        calls = [_call(step.forward, shape) for shape in dict.fromkeys(shapes)]
-        calls += [_call(step.head, size, cut) for size in {1, min(2, rows)} for cut in (True, False)]
-        calls += [_call(self.choose, cut) for cut in (True, False)]
-        with ThreadPoolExecutor(len(calls)) as threads:
-            for done in [threads.submit(call) for call in calls]:
-                done.result()
-        torch.cuda.synchronize(self.device)
-        torch._C._cuda_clearCublasWorkspaces()
+        for shape in dict.fromkeys(shapes):
+            step.forward(shape)
+        for cut in (True, False):
+            for size in {1, min(2, rows)}:
+                step.head(size, cut)
+            self.choose(cut)
 
     @torch.inference_mode()
     def choose(self, cut: bool) -> None:
         """A row of float32 logits as those are sampled that the head leaves out: guesses, penalties, masks."""
         logits = torch.zeros(1, self.shape.vocab_size, device=self.device)
         one = torch.ones(1, device=self.device)
-        limits = (one, one.int(), one) if cut else (None, None, None)
-        self.backend.choose(logits, one.double() / 2, Controls(one, *limits))
+        limits = (one, torch.ones_like(one, dtype=torch.int32), one) if cut else (None, None, None)
+        self.backend.choose(logits, torch.full_like(one, 0.5, dtype=torch.float64), Controls(one, *limits))
 
     def activation_peak_bytes(self) -> int:
         """What the largest step takes for a moment, measured: padding only, but every tensor at its full size."""
@@ -176,12 +198,16 @@ class DeviceStart:
 
 def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> DeviceRunner:
     """A runner with fixed buffers and graphs. Raises StartError (CheckpointError for the model's files)."""
+    keep_kernels(options.kernel_cache)
+    kernels = count_kernels()
     start = DeviceStart(checkpoint, options)
     limits, phases, buckets = start.limits, start.phases, start.buckets()
-    with phases("KV scales"):
-        start.find_scales()
     with phases("kernels"):
         start.compile()
+    with phases("KV scales"):
+        start.find_scales()
+    with phases("first steps"):
+        start.every_kernel()
     with phases("largest step"):
         budget = start.budget(buckets.num_graphs)
     with phases("KV pool"):
@@ -195,26 +221,15 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         graphs = start.capture(buckets)
     left_bytes = phases.free_bytes()
     captured_bytes = before - left_bytes
-    caps = RunnerCaps(
-        block_size=limits.block_size,
-        num_blocks=num_blocks,
-        groups=start.shape.kv_groups(),
-        max_rows=limits.max_rows,
-        max_model_len=limits.max_model_len,
-        max_batched_tokens=limits.max_batched_tokens,
-        vocab_size=start.shape.vocab_size,
-        overlaps=limits.overlaps,
-        checks_drafts=not limits.overlaps,
-        fingerprint=checkpoint.fingerprint,
-        kv_layout=kv_layout(start.dtype, start.kv_dtype, limits.block_size, start.config),
-        num_host_blocks=kv.num_host_blocks,
-        host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
-    )
+    caps = _caps(start, kv, num_blocks)
     machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
     runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)
     terms = _terms(budget, kv.nbytes, captured_bytes, left_bytes, start.slack_bytes)
     runner.memory_terms = lambda: terms
     runner.start_seconds = dict(phases.seconds)
+    runner.kernels = kernels.counts
+    kernels.is_serving = True
+    _log.info("kernels: %s", kernels)
     _log.info(
         "%s attention (prompts: %s); %d graphs (%.2f GiB), steps of up to %d tokens in one; start: %s",
         *(start.backend.attention.name, getattr(start.backend.attention, "prefill_kernel", "the same"), len(graphs)),
@@ -224,21 +239,40 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     return runner
 
 
+def _caps(start: DeviceStart, kv: KvPool, num_blocks: tuple[int, ...]) -> RunnerCaps:
+    return RunnerCaps(
+        block_size=start.limits.block_size,
+        num_blocks=num_blocks,
+        groups=start.shape.kv_groups(),
+        max_rows=start.limits.max_rows,
+        max_model_len=start.limits.max_model_len,
+        max_batched_tokens=start.limits.max_batched_tokens,
+        vocab_size=start.shape.vocab_size,
+        overlaps=start.limits.overlaps,
+        checks_drafts=not start.limits.overlaps,
+        fingerprint=start.checkpoint.fingerprint,
+        kv_layout=kv_layout(start.dtype, start.kv_dtype, start.limits.block_size, start.config),
+        num_host_blocks=kv.num_host_blocks,
+        host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
+    )
+
+
 def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Callable[[bool], None]]:
     """The backend for this device, and a function that makes its attention anew, for an fp8 pool or another.
 
     Raises StartError where heads or blocks are not among those the kernels have.
     """
-    limits, device, options = start.limits, start.device, start.options
+    limits, device, gpu, options = start.limits, start.device, start.gpu, start.options
     if options.backend == "reference":
         plain = ReferenceBackend()
         return plain, lambda is_fp8: None
     first = config.layers[0]
     chosen = "triton"  # without a GPU: Triton's interpreter, in tests
-    if device.type == "cuda":
-        choice = choose_attention(options.attention_backend, first.head_dim, limits.block_size, device)
+    if gpu is not None:
+        choice = choose_attention(options.attention_backend, first.head_dim, limits.block_size, start.serving, gpu)
         chosen = choice.name
-        _log.info("attention: %s (%s)", choice.name, choice.reason)
+        if device == start.serving:
+            _log.info("attention: %s (%s)", choice.name, choice.reason)
     sampled = max(limits.max_rows, MAX_LOGIT_ROWS)  # guesses make several rows of logits of one
     if chosen != "triton":
         plain_attention = make_attention(chosen)
@@ -254,10 +288,10 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
         keep_first=first.keep_first,
         dtype=start.dtype,
     )
-    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    pdl = gpu is not None and gpu.capability[0] >= 9
 
     def attention(is_fp8: bool) -> TritonAttention:
-        return TritonAttention(replace(shape, is_fp8=is_fp8), device, pdl=pdl)
+        return TritonAttention(replace(shape, is_fp8=is_fp8), device, pdl=pdl, gpu=gpu)
 
     backend = TritonBackend(attention(False), sampled, device, max_tokens=start.max_tokens, pdl=pdl)
 
@@ -269,6 +303,11 @@ def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Ca
 
 def _call(function: Callable[..., None], *arguments: object) -> Callable[[], None]:
     return lambda: function(*arguments)
+
+
+def _kinds(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Of each kind of layer its first two."""
+    return tuple(layer for at, layer in enumerate(layers) if layers[:at].count(layer) < 2)
 
 
 def _slack_bytes(device: torch.device) -> int:
