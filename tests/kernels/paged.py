@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from steelyard.kernels.attention import Batch, KvLayer
-from steelyard.kernels.kv_fp8 import FP8, to_stored
+from steelyard.kernels.kv_fp8 import FP8, hadamard, to_stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -86,10 +86,10 @@ def problem(rows: list[tuple[int, int]], layout: Layout, *, num_decode: int, ext
 def quantised(kv: KvLayer, k_scale: list[float], v_scale: list[float]) -> KvLayer:
     """The same pool in fp8 with these scales of its KV heads, in as long a block stride."""
     stored = []
-    for pool, values in ((kv.k, k_scale), (kv.v, v_scale)):
+    for pool, new, values in ((kv.k, hadamard(kv.k), k_scale), (kv.v, kv.v, v_scale)):
         scale = torch.tensor(values, device=DEVICE)
         held = torch.empty_strided(pool.shape, pool.stride(), dtype=torch.uint8, device=DEVICE).view(FP8)
-        held.view(torch.uint8).copy_(to_stored(pool.movedim(1, -2), scale, FP8).view(torch.uint8).movedim(-2, 1))
+        held.view(torch.uint8).copy_(to_stored(new.movedim(1, -2), scale, FP8).view(torch.uint8).movedim(-2, 1))
         stored.append((held, scale))
     return KvLayer(stored[0][0], stored[1][0], kv.block_size, stored[0][1], stored[1][1])
 

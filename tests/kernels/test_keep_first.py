@@ -8,6 +8,7 @@ import torch
 from steelyard.kernels.attention import Attention, AttnSpec
 from steelyard.kernels.cpu_attention import CpuAttention
 from steelyard.kernels.gathered import GatheredAttention
+from steelyard.kernels.kv_fp8 import hadamard
 from steelyard.kernels.reference import ReferenceAttention
 from steelyard.kernels.triton_attention import TritonAttention
 from steelyard.kernels.triton_configs import AttentionShape
@@ -38,7 +39,7 @@ def masked(p: Problem, spec: AttnSpec) -> torch.Tensor:
         block, offset = p.batch.tables[0][row, at // p.kv.block_size].long(), at % p.kv.block_size
         k, v = (pool[block, :, offset].double() for pool in (p.kv.k, p.kv.v))
         if p.kv.k_scale is not None and p.kv.v_scale is not None:
-            k, v = k * p.kv.k_scale.double()[:, None], v * p.kv.v_scale.double()[:, None]
+            k, v = hadamard(k * p.kv.k_scale.double()[:, None]), v * p.kv.v_scale.double()[:, None]
         q = p.q[first : first + num_new].double()
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         position = torch.arange(ctx - num_new, ctx, device=DEVICE)[:, None]

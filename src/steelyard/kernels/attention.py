@@ -19,7 +19,7 @@ class KvLayer:
     """Views of one layer's K and V, each [blocks, Hkv, block_size, D]; the block stride may be large.
 
     Scales, float32 [Hkv], are None unless the pool is fp8 (kv_fp8.py): a number is what is stored times its head's
-    scale. Their values are set once, before the first step.
+    scale, and keys are held in the basis that kv_fp8.py says. Values of scales are set once, before the first step.
     Block 0 is the null block: readable, never written by a request.
     The pool starts as zeros and v is written finite (NaN and infinities as 0): kernels read whole blocks and weigh
     unseen slots with zero, which a NaN would survive. A NaN in k stays, and shows in its own request's logits.
@@ -93,5 +93,7 @@ class Attention(Protocol):
         """Write the new K and V into the pool, attend, fill `out` [T, Hq, D]; returns lse [T, Hq] (natural) if wanted.
 
         k and v None: a fused kernel has written them already. q, k, v and out may be views with a larger row stride.
+        q and k are the model's own, over an fp8 pool too: who writes a key takes it into the pool's basis, and
+        `forward` takes q there where it meets them; q itself is left as it is.
         """
         ...

@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from steelyard.kernels import cpu_products
 from steelyard.kernels.attention import AttnSpec, Batch, KvLayer
 from steelyard.kernels.cpu_kv import KvWriter, Runs
+from steelyard.kernels.kv_fp8 import hadamard
 
 PADDING = 2  # rows are attended together while padding at most doubles what they read
 SMALL = 64  # prefills longer than this fill a call by themselves; keys fewer than this are not worth a call
@@ -229,10 +230,12 @@ def _attend(
     queries = q.narrow(0, bundle.first, num_rows * num_q) if tokens is None else q[tokens]
     gathered = _gather(runs, keys, num_rows)
     dtype = _computed_in(q, kv)
-    queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2).to(dtype)
-    k, v = gathered.to(dtype).narrow(3, 0, keys.num_keys).unbind(0)
+    queries = queries.unflatten(0, (num_rows, num_q)).transpose(1, 2)
     if kv.k_scale is not None:
-        queries = queries * _per_query_head(kv.k_scale, num_heads, dtype)
+        queries = hadamard(queries)
+        queries = queries * _per_query_head(kv.k_scale, num_heads, queries.dtype)
+    queries = queries.to(dtype)
+    k, v = gathered.to(dtype).narrow(3, 0, keys.num_keys).unbind(0)
     found_lse = None
     if _is_plain(spec):
         found = _attend_plain(queries, k, v, keys, spec)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steelyard.kernels.attention import KvLayer
 from steelyard.kernels.cpu_linear import cast
-from steelyard.kernels.kv_fp8 import as_bytes, to_stored
+from steelyard.kernels.kv_fp8 import as_bytes, hadamard, to_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class KvWriter:
         if len(runs.tokens) == 1:
             runs.tokens[0].index_copy_(0, places.both, cast(used.reshape(-1, dim), kv.k.dtype))
             return
-        parts = used.chunk(2, dim=1)
+        k, v = used.chunk(2, dim=1)
+        parts = (k if kv.k_scale is None else hadamard(k), v)
         for rows, part, scale in zip(runs.tokens, parts, (kv.k_scale, kv.v_scale), strict=True):
             stored = to_stored(part, scale, kv.k.dtype).reshape(-1, dim)
             rows.index_copy_(0, places.alone, as_bytes(stored))

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from steelyard.kernels.attention import Attention, AttnSpec, Batch, KvLayer
 from steelyard.kernels.backend import Fusions, Stored
-from steelyard.kernels.kv_fp8 import as_bytes, to_stored
+from steelyard.kernels.kv_fp8 import as_bytes, hadamard, to_stored
 from steelyard.kernels.sampling import Controls
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KvLayer, slots: Tensor) -> None:
     """Scatter k, v [T, Hkv, D] into the pool at `slots` [T]; slot -1 is padding and is not written."""
     kept = slots >= 0
+    k = k if kv.k_scale is None else hadamard(k)
     block, offset = slots[kept] // kv.block_size, slots[kept] % kv.block_size
     for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
         as_bytes(pool)[block, :, offset] = as_bytes(to_stored(new[kept], scale, pool.dtype))
@@ -129,7 +130,7 @@ class ReferenceAttention:
                 continue
             at = torch.arange(ctx)
             block, offset = table[row, at // kv.block_size].long(), at % kv.block_size
-            wide = _wide(q[first:last])
+            wide = _wide(q[first:last]) if kv.k_scale is None else hadamard(q[first:last])
             keys, values = (
                 _read(pool[block, :, offset], scale, wide.dtype)
                 for pool, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))

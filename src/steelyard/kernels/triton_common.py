@@ -84,12 +84,54 @@ def to_stored(x, scale, dtype: tl.constexpr, SCALED: tl.constexpr):
 
 
 @triton.jit
-def multiplied_in(x, SCALED: tl.constexpr):
-    """A tile as its product takes it: beside an fp8 pool in float16, which holds e4m3 exactly and costs one hardware
-    instruction a pair of numbers; float32 stays."""
+def _butterfly(x, H: tl.constexpr, D: tl.constexpr):
+    """Pairs H apart of x [R, DP] become their sum and difference, in those blocks of D that hold such pairs.
+
+    The other of a pair is what the sum of both, as integers, leaves: exact, and a single shuffle within a warp, or
+    nothing where a thread has both.
+    """
+    R: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // (2 * H)
+    LAST: tl.constexpr = D // (2 * H)
     y = x
-    if SCALED and x.dtype != tl.float32:
-        y = x.to(tl.float16)
+    if LAST > 0:
+        pairs = tl.reshape(x, [R, GROUPS, 2, H])
+        bits = pairs.to(tl.int32, bitcast=True)
+        both = tl.sum(bits, 2, keep_dims=True).to(tl.int64).to(tl.int32)  # the interpreter's sums are int64 anyway
+        other = (both - bits).to(tl.float32, bitcast=True)
+        is_first = (tl.arange(0, 2) == 0)[None, None, :, None]
+        found = tl.where(is_first, pairs + other, other - pairs)
+        if LAST * 2 * H < D:
+            found = tl.where((tl.arange(0, GROUPS) < LAST)[None, :, None, None], found, pairs)
+        y = tl.reshape(found, [R, x.shape[1]])
+    return y
+
+
+@triton.jit
+def hadamard(x, D: tl.constexpr):
+    """kv_fp8.hadamard of float32 x [R, DP], DP at most 256, whose columns from D on are 0.
+
+    The fast transform, sums and differences from the farthest pairs to the nearest: the same bits in every kernel.
+    """
+    d = tl.arange(0, x.shape[1])
+    size = tl.full([x.shape[1]], 1.0, tl.float32)
+    for b in tl.static_range(7, -1, -1):
+        x = _butterfly(x, 1 << b, D)
+    for b in tl.static_range(8, -1, -1):
+        if D & (1 << b):
+            size = tl.where(d >= D // (2 << b) * (2 << b), (1 << b) ** -0.5, size)
+    return x * size[None, :]
+
+
+@triton.jit
+def query_in(q, D: tl.constexpr, SCALED: tl.constexpr):
+    """Queries [R, DP] as their product takes them: beside an fp8 pool in the basis of its keys, and in float16, which
+    holds e4m3 exactly and costs one hardware instruction a pair of numbers; float32 stays."""
+    y = q
+    if SCALED:
+        y = hadamard(q.to(tl.float32), D)
+        if q.dtype != tl.float32:
+            y = y.to(tl.float16)
     return y
 
 

@@ -20,9 +20,9 @@ from steelyard.kernels.triton_common import (
     kv_offsets,
     let_successor_in,
     logits_log2,
-    multiplied_in,
     normalised,
     online_softmax,
+    query_in,
     wait_for_predecessor,
 )
 
@@ -126,7 +126,7 @@ def decode_split(Q, K, V, KScale, VScale, Out, Lse, PartOut, PartLse, Done, Sink
     head = kv_head * G + g
     live = (g < G)[:, None] & (d < D)[None, :]
     q = tl.load(Q + token.to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=live, other=0.0)
-    q = multiplied_in(q, SCALED)
+    q = query_in(q, D, SCALED)
     if SCALED:
         scale *= tl.load(KScale + kv_head)
     m = tl.full([GP], -1.0e20, tl.float32)

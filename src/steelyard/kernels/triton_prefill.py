@@ -23,9 +23,9 @@ from steelyard.kernels.triton_common import (
     kv_offsets,
     let_successor_in,
     logits_log2,
-    multiplied_in,
     normalised,
     online_softmax,
+    query_in,
     wait_for_predecessor,
 )
 
@@ -77,7 +77,7 @@ def prefill(Q, K, V, KScale, VScale, Out, Lse, Sinks, Table, Tiles, Count, Ctx, 
     live = (tok < tokens)[:, None] & (d < D)[None, :]
     at = (token + tok)[:, None].to(tl.int64)
     q = tl.load(Q + at * q_stride + head[:, None] * D + d[None, :], mask=live, other=0.0)
-    q = multiplied_in(q, SCALED)
+    q = query_in(q, D, SCALED)
     if SCALED:
         scale *= tl.load(KScale + kv_head)
     pos = pos0 + tok

@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from steelyard.kernels.attention import KvLayer
-from steelyard.kernels.triton_common import early, let_successor_in, power_of_two, to_stored, wait_for_predecessor
+from steelyard.kernels.triton_common import (
+    early,
+    hadamard,
+    let_successor_in,
+    power_of_two,
+    to_stored,
+    wait_for_predecessor,
+)
 
 
 @triton.jit
@@ -27,12 +34,13 @@ def _finite(x):
 @triton.jit(do_not_specialize=["qkv_stride"])
 def rope_kv(QKV, QNorm, KNorm, CosSin, Positions, K, V, KScale, VScale, Slots, eps, qkv_stride, block_stride,
             HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
-            BLOCK: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr, BY_POSITION: tl.constexpr,
-            SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            DP: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr,
+            BY_POSITION: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (T, ceil((HQ + 2 HK) / HB)): HB heads of one token, each in two halves of DB columns.
 
     Columns: ROT / 2 pairs (i, i + ROT / 2), then the rest D - ROT passes through in a third piece. CosSin float32
-    [*, ROT], indexed by position (BY_POSITION) or by token. Slot -1 writes nothing.
+    [*, ROT], indexed by position (BY_POSITION) or by token. Slot -1 writes nothing. SCALED: the pool is fp8, and keys
+    go into it in its basis, which takes a head in one piece of DP columns.
     """
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HB + tl.arange(0, HB)
@@ -86,13 +94,32 @@ def rope_kv(QKV, QNorm, KNorm, CosSin, Positions, K, V, KScale, VScale, Slots, e
         kt: tl.constexpr = K.dtype.element_ty
         ks = _head_scale(KScale, kv_head, is_k, SCALED)
         vs = _head_scale(VScale, kv_head, is_v, SCALED)
-        tl.store(K + to, to_stored(new_low, ks, kt, SCALED), mask=is_k & is_pair)
-        tl.store(K + to + HALF, to_stored(new_high, ks, kt, SCALED), mask=is_k & is_pair)
+        if not SCALED:
+            tl.store(K + to, new_low.to(kt), mask=is_k & is_pair)
+            tl.store(K + to + HALF, new_high.to(kt), mask=is_k & is_pair)
         tl.store(V + to, to_stored(_finite(low_in), vs, kt, SCALED), mask=is_v & is_pair)
         tl.store(V + to + HALF, to_stored(_finite(high_in), vs, kt, SCALED), mask=is_v & is_pair)
         if ROT < D:
-            tl.store(K + to + ROT, to_stored(rest.to(dtype), ks, kt, SCALED), mask=is_k & is_rest)
+            if not SCALED:
+                tl.store(K + to + ROT, rest.to(dtype).to(kt), mask=is_k & is_rest)
             tl.store(V + to + ROT, to_stored(_finite(rest_in), vs, kt, SCALED), mask=is_v & is_rest)
+        if SCALED:
+            first = tl.program_id(1) * HB
+            if (first + HB > HQ) & (first < HQ + HK):
+                tl.debug_barrier()  # what other threads of the program have turned is read again, as whole heads
+                d = tl.arange(0, DP)
+                ok = is_k & (d < D)[None, :]
+                whole = tl.load(QKV + t * qkv_stride + h[:, None] * D + d[None, :], mask=ok, other=0.0)
+                tl.store(K + base[:, None] + d[None, :], _key_stored(whole, ks, D, kt, SCALED), mask=ok)
+
+
+@triton.jit
+def _key_stored(k, scale, D: tl.constexpr, dtype: tl.constexpr, SCALED: tl.constexpr):
+    """Keys [H, DP] as a pool of `dtype` holds them; columns from D on are 0."""
+    y = k
+    if SCALED:
+        y = hadamard(k.to(tl.float32), D)
+    return to_stored(y, scale, dtype, SCALED)
 
 
 @triton.jit
@@ -126,7 +153,7 @@ def kv_write(NewK, NewV, K, V, KScale, VScale, Slots, k_stride, v_stride, block_
     to = slot // BLOCK * block_stride + h.to(tl.int64)[:, None] * (BLOCK * D) + slot % BLOCK * D + d[None, :]
     is_head = (h < HK)[:, None]
     k = tl.load(NewK + t * k_stride + of, mask=ok, other=0.0)
-    k = to_stored(k, _head_scale(KScale, h, is_head, SCALED), K.dtype.element_ty, SCALED)
+    k = _key_stored(k, _head_scale(KScale, h, is_head, SCALED), D, K.dtype.element_ty, SCALED)
     tl.store(K + to, k, mask=ok)
     v = tl.load(NewV + t * v_stride + of, mask=ok, other=0.0)
     v = to_stored(_finite(v), _head_scale(VScale, h, is_head, SCALED), V.dtype.element_ty, SCALED)
@@ -181,6 +208,6 @@ def qk_norm_rope_write(
     rope_kv[(num_tokens, -(-total // hb))](
         qkv, q_norm, k_norm, cos_sin, at, layer.k, layer.v, *scales_or(layer, qkv), slots, eps, qkv.stride(0),
         layer.k.stride(0), HQ=hq, HK=hk, D=dim, ROT=rot, HB=hb, DB=power_of_two(max(rot // 2, dim - rot)),
-        BLOCK=layer.block_size, NORM=norm is not None, WRITE=kv is not None, BY_POSITION=positions is not None,
-        SCALED=layer.k_scale is not None, PDL=pdl, num_warps=4, **early(pdl),
+        DP=power_of_two(dim), BLOCK=layer.block_size, NORM=norm is not None, WRITE=kv is not None,
+        BY_POSITION=positions is not None, SCALED=layer.k_scale is not None, PDL=pdl, num_warps=4, **early(pdl),
     )  # fmt: skip

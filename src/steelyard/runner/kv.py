@@ -117,7 +117,7 @@ def kv_layout(computed: torch.dtype, held: torch.dtype, block_size: int, config:
     first = config.layers[0]
     is_bounded = first.window is not None and len(config.windows) == 1
     bounded = f"window {first.window} after {first.keep_first}/" if is_bounded else ""
-    return f"{names[0]}/{'fp8' if held == FP8 else names[1]}/{bounded}{block_size}"
+    return f"{names[0]}/{'fp8/hadamard' if held == FP8 else names[1]}/{bounded}{block_size}"
 
 
 LEAST_TOKENS = 128

@@ -4,6 +4,8 @@
     calibration   random tokens through the whole model into a small pool of the model's own dtype, then the largest
                   magnitude of each head in that pool                      one power of two a KV head
 
+A key's scale is for keys as an fp8 pool holds them, in its Hadamard basis (kernels/kv_fp8.py).
+
 The same weights, dtype and limits give the same scales, so blocks made before a restart mean the same after it.
 """
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from steelyard.checkpoint.entry import Checkpoint
 from steelyard.errors import CheckpointError
 from steelyard.kernels.attention import Batch, KvLayer
-from steelyard.kernels.kv_fp8 import scale_for
+from steelyard.kernels.kv_fp8 import hadamard, key_growth, scale_for
 from steelyard.layers.batch import StepBatch
 from steelyard.layers.linear import Target
 from steelyard.models.decoder import Decoder
@@ -60,7 +62,12 @@ def kv_scales(decoder: Decoder, checkpoint: Checkpoint, limits: Limits, max_toke
 
 
 def stored_scales(decoder: Decoder, checkpoint: Checkpoint) -> Scales | None:
-    """The checkpoint's scales, the same for all heads of a layer; None where it has none."""
+    """The checkpoint's scales, the same for all heads of a layer; None where it has none.
+
+    They fit keys that nobody has turned (the largest magnitude over 448), and a turned key can hold larger numbers, so
+    a key's gets that much room: none is clipped that would not have been. As a power of two it costs no precision, for
+    e4m3 keeps one part in 16 from 448 down to 2^-6.
+    """
     found: dict[tuple[int, str], float] = {}
     files: dict[Path, Tensor] = {}
     for name, entry in checkpoint.tensors.items():
@@ -82,7 +89,7 @@ def stored_scales(decoder: Decoder, checkpoint: Checkpoint) -> Scales | None:
             raise CheckpointError(f"the checkpoint holds KV scales, but not both of layer {index}")
         shape, device = (layer.num_kv_heads,), decoder.place.device
         k, v = (torch.full(shape, found[index, which], device=device) for which in "kv")
-        scales.append((k, v))
+        scales.append((k * key_growth(layer.head_dim), v))
     return tuple(scales)
 
 
@@ -99,8 +106,8 @@ def calibrated(decoder: Decoder, limits: Limits, max_tokens: int) -> tuple[Scale
         ids = torch.randint(config.vocab_size, (length,), generator=generator)
         decoder.forward(_prompt(ids.to(place.device), num_blocks, len(config.windows), pool.layers))
         for seen, layer in zip(largest, pool.layers):
-            for which, held in enumerate((layer.k, layer.v)):
-                seen[which] = torch.maximum(seen[which].to(held.device), held.float().abs().amax(dim=(0, 2, 3)))
+            for which, held in enumerate((hadamard(layer.k), layer.v.float())):
+                seen[which] = torch.maximum(seen[which].to(held.device), held.abs().amax(dim=(0, 2, 3)))
     return tuple((scale_for(k), scale_for(v)) for k, v in largest), NUM_PROMPTS * length
 
 
