@@ -16,6 +16,7 @@ from steelyard.cli.interrupts import INTERRUPTED, Interrupts
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a model over the OpenAI API",
+    "compile": "compile a model's GPU kernels where there is no GPU, for servers to find at their start",
     "keys": "make API keys for the tenants of a server",
     "generate": "complete prompts from arguments or a JSONL file",
     "chat": "talk to a model in the terminal",
@@ -34,7 +35,7 @@ COMMANDS: dict[str, str] = {
 STDOUT_CLOSED = 141
 """Exit status where the reader of standard output went away: 128 and SIGPIPE, as for other programs."""
 _COMPUTING = frozenset(
-    {"generate", "chat", "selftest", "doctor", "plan", "bench throughput", "bench latency", "bench kernels"}
+    {"compile", "generate", "chat", "selftest", "doctor", "plan", "bench throughput", "bench latency", "bench kernels"}
 )
 """Those that load torch as they run, and have no event loop."""
 _CLEAR = "\r\x1b[K"  # a line of progress, or the terminal's ^C

@@ -98,8 +98,9 @@ def _runner_of(
     return runner, checkpoint.eos_token_ids | {script.eos_token_id}
 
 
-def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
-    options = RunnerOptions(
+def runner_options(config: EngineConfig) -> RunnerOptions:
+    """What of the configuration is the runner's."""
+    return RunnerOptions(
         dtype=config.dtype,
         load_format=config.load_format,
         device=config.device,
@@ -122,6 +123,10 @@ def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
         kv_window=config.kv_window,
         kv_sinks=config.kv_sinks,
     )
+
+
+def _start_runner(checkpoint: Checkpoint, config: EngineConfig) -> Runner:
+    options = runner_options(config)
     try:
         return start_runner(checkpoint, options)
     except (MemoryError, RuntimeError) as error:

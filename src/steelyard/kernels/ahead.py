@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import sysconfig
 import tempfile
@@ -68,11 +69,21 @@ def _told() -> Iterator[None]:
         raise StartError(f"--kernel-cache {knobs.cache.dir}: {reason(error)}", param="kernel_cache") from None
 
 
-def keep_kernels(folder: str | None) -> None:
-    """From here on this process keeps and looks for compiled kernels in `folder`; None: where it did."""
+def keep_kernels(folder: str | None, only_binaries: bool = False) -> None:
+    """From here on this process keeps and looks for compiled kernels in `folder`; None: where it did.
+
+    `only_binaries`: without the compiler's steps between source and binary, nine tenths of the bytes.
+    """
+    if only_binaries:
+        knobs.compilation.store_binary_only = True
     if folder is not None:
         knobs.cache.dir = str(Path(folder).resolve())
         knobs.cache.manager_class = KernelCache
+
+
+def kept_in() -> Path:
+    """The folder of compiled kernels."""
+    return Path(knobs.cache.dir)
 
 
 def count_kernels() -> Kernels:
@@ -124,8 +135,8 @@ class CompileOnly:
         )
 
     def get_current_device(self) -> str:
-        """Not a number, so that no kernel of a device that is here is taken for one of these."""
-        return self._gpu.arch
+        """A name nobody else has: Triton keeps kernels by it, and these must not be launched."""
+        return f"{self._gpu.arch} {self._folder}"
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -191,8 +202,8 @@ def launching_nothing(gpu: Gpu, is_here: bool) -> Iterator[CompileOnly]:
             driver._active = before
 
 
-def compile_ahead(work: Callable[[], None], num_threads: int, arch: str) -> None:
-    """Within `launching_nothing`: compile each kernel that `work` launches, once, `num_threads` at a time.
+def compile_ahead(work: Callable[[], None], arch: str) -> None:
+    """Within `launching_nothing`: compile each kernel that `work` launches, once, on every core.
 
     `work` computes nothing: give it meta tensors. Raises StartError for a kernel that `arch` cannot have.
     """
@@ -211,7 +222,7 @@ def compile_ahead(work: Callable[[], None], num_threads: int, arch: str) -> None
         work()
     finally:
         knobs.runtime.jit_cache_hook = None
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
             for _ in pool.map(made, wanted.items()):
                 pass

@@ -8,7 +8,6 @@ The pool gets what the measured terms leave of the share; graphs are estimated b
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -108,11 +107,18 @@ class DeviceStart:
             self.scales = kv_scales(self.decoder, self.checkpoint, self.limits, self.max_tokens)
 
     def compile(self) -> None:
-        """Have every kernel of a step compiled, each once and several at a time: most of a cold start."""
-        if self.gpu is not None and isinstance(self.backend.attention, TritonAttention):
+        """Have every kernel of a step compiled, each once and several at a time: most of a cold start.
+
+        If that fails, the first steps compile what they launch, one kernel after another: slower, and it is said.
+        """
+        if self.gpu is None or not isinstance(self.backend.attention, TritonAttention):
+            return
+        try:
             with launching_nothing(self.gpu, is_here=True):
                 twin = DeviceStart(self.checkpoint, self.options, self.gpu)
-                compile_ahead(twin.launch_all, len(os.sched_getaffinity(0)), self.gpu.arch)
+                compile_ahead(twin.launch_all, self.gpu.arch)
+        except Exception:  # whatever a model or a version of Triton has that a step without a GPU does not
+            _log.warning("kernels could not be compiled before the first steps; those compile them", exc_info=True)
 
     def launch_all(self) -> None:
         """Every launch of a start, in its order, for where launching only compiles."""
@@ -149,13 +155,16 @@ class DeviceStart:
         """What the largest step takes for a moment, measured: padding only, but every tensor at its full size."""
         if self.device.type != "cuda":
             return 0
-        largest = Shape(self.max_tokens, self.limits.max_rows, 1 if self.limits.max_rows > 1 else 0)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.step.forward(largest)
-        self.step.head(self.limits.max_rows, True)
+        self.largest_step()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
+
+    def largest_step(self) -> None:
+        """All tokens and all rows, padding only."""
+        self.step.forward(Shape(self.max_tokens, self.limits.max_rows, 1 if self.limits.max_rows > 1 else 0))
+        self.step.head(self.limits.max_rows, True)
 
     def budget(self, num_graphs: int) -> MemoryBudget:
         """Every term but the pool."""
@@ -178,7 +187,7 @@ class DeviceStart:
     def buckets(self) -> Buckets:
         """Sizes to capture; none where graphs are off, or where the attention reads sizes on the host."""
         entry = ATTENTION.get(self.backend.attention.name)
-        if self.options.enforce_eager or (entry is not None and not entry.captured and self.device.type == "cuda"):
+        if self.options.enforce_eager or (entry is not None and not entry.captured and self.gpu is not None):
             return NOTHING
         return Buckets.of_model(self.shape, self.limits.max_rows, self.limits.max_batched_tokens)
 

@@ -1,0 +1,130 @@
+"""Kernels compiled where there is no GPU: a start finds every one, wherever their folder went, and says how many."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton import knobs
+
+from steelyard.cli.main import main
+from steelyard.errors import StartError
+from steelyard.kernels.ahead import KernelCache, Kernels, keep_kernels, kept_in
+from steelyard.kernels.gpu import gpu_of_arch
+from tests.runner.compile_cases import CONFIG
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    """Triton's folder as it was, afterwards."""
+    with knobs.cache.scope():
+        yield
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The lines of compile_cases by their case, with kernels counted."""
+    command = [sys.executable, "-m", "tests.runner.compile_cases", str(tmp_path_factory.mktemp("ahead"))]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.slow
+def test_a_folder_that_was_moved_has_every_kernel_and_nothing_is_compiled_twice(cases: dict[str, Any]) -> None:
+    first, again = cases["empty folder"], cases["again, moved"]
+    assert first["found"] == {} and first["compiled"]["prefill_hopper"] == 1
+    assert again["compiled"] == {} and again["found"] == first["compiled"]
+    assert again["bytes"] == first["bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ahead", "start"), [("empty folder", "start"), ("fp8", "start with fp8")])
+def test_a_start_compiles_nothing_and_needs_no_less_than_was_compiled(
+    cases: dict[str, Any], ahead: str, start: str
+) -> None:
+    made = Counter(cases[ahead]["compiled"]) + Counter(cases[ahead]["found"])
+    assert cases[start]["compiled"] == {} and cases[start]["found"] == made
+    assert cases[start]["graphs"] > 0 and cases[start]["launchers"] > 0
+
+
+@pytest.mark.slow
+def test_flags_that_change_kernels_need_others_and_share_the_rest(cases: dict[str, Any]) -> None:
+    for case, changed in (("fp8", "prefill"), ("blocks of 32", "prefill_hopper")):
+        assert changed in cases[case]["compiled"] and "rms_norm_rows" not in cases[case]["compiled"]
+        assert cases[case]["found"]["rms_norm_rows"] == cases["empty folder"]["compiled"]["rms_norm_rows"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_files_of_a_kernel_are_found_in_the_folder_that_is_named_and_not_where_they_were_written(
+    tmp_path: Path,
+) -> None:
+    keep_kernels(str(tmp_path / "first"))
+    written = KernelCache("key")
+    group = {name: written.put(b"binary", name) for name in ("k.json", "k.cubin")}
+    written.put_group("k.json", group)
+    assert written.get_group("k.json") == group and kept_in() == tmp_path / "first"
+    (tmp_path / "first").rename(tmp_path / "second")
+    keep_kernels(str(tmp_path / "second"))
+    moved = KernelCache("key")
+    assert moved.get_group("k.json") == {name: str(tmp_path / "second/key" / name) for name in group}
+    (tmp_path / "second/key/k.cubin").unlink()
+    assert list(moved.get_group("k.json") or ()) == ["k.json"]
+    assert moved.get_group("other.json") is None
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    keep_kernels(str(tmp_path / "file"))
+    with pytest.raises(StartError, match=r"--kernel-cache .*/file: .*irectory"):
+        KernelCache("key")
+
+
+def test_kernels_are_counted_once_and_one_that_comes_late_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    kernels = Kernels()
+    for key, is_hit in (("a", False), ("a", True), ("b", True), ("b", True)):
+        kernels(metadata={"hash": key, "name": f"kernel {key}"}, cache_hit=is_hit)
+    assert kernels.counts == {"compiled": 1, "from_cache": 1} and str(kernels).startswith("1 compiled, 1 from /")
+    kernels.is_serving = True
+    with caplog.at_level(logging.WARNING):
+        kernels(metadata={"hash": "b", "name": "kernel b"}, cache_hit=True)
+        assert not caplog.records
+        kernels(metadata={"hash": "c", "name": "kernel c"}, cache_hit=False)
+    assert "kernel c was compiled while serving" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arch", "sm_99"], "--arch must be one of sm_80, sm_86"),
+        (["--arch", "sm_90", "--device", "cpu"], "kernels are compiled for GPUs: drop --device cpu"),
+        (["--arch", "sm_90", "--deterministic"], "drop --device cpu and --deterministic"),
+        (["--arch", "sm_90", "--script", "s.json"], "--script answers without a model"),
+        (["--arch", "sm_80", "--kv-cache-dtype", "fp8"], "needs a GPU of compute capability 8.9"),
+        ([], "missing: --arch"),
+    ],
+)
+@pytest.mark.usefixtures("kept")
+def test_what_cannot_be_compiled_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    given = ["compile", str(tmp_path), "--load-format", "dummy", "--kernel-cache", str(tmp_path / "kernels"), *words]
+    assert main(given) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_architecture_is_a_compute_capability() -> None:
+    assert gpu_of_arch("sm_120").capability == (12, 0) and gpu_of_arch("sm_90").number == 90
