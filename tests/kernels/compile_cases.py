@@ -114,7 +114,9 @@ def attention_fp8_more() -> None:
         attend(shape_of(6, 2, 64, block, dtype=torch.float32, is_fp8=True), AttnSpec(0.09), rows=(1,))
     shape = shape_of(6, 2, 64, 16, windows=(24,), dtype=torch.float32, is_fp8=True)
     attend(shape, AttnSpec(0.09, window=24), rows=(1,))
-    for heads, dtype in (((16, 8, 128), BF16), ((9, 3, 64), torch.float32)):
+    for heads, dtype in (
+        ((16, 8, 128), BF16), ((9, 3, 64), torch.float32), ((8, 8, 80), BF16), ((8, 8, 96), BF16), ((8, 4, 256), BF16)
+    ):  # fmt: skip
         pool, scale = empty(16, heads[1], 64, heads[2], dtype=FP8), empty(heads[1], dtype=torch.float32)
         layer_kv, norm = KvLayer(pool, pool, 64, scale, scale), empty(heads[2], dtype=torch.float32)
         for rotated in (heads[2], heads[2] // 2):
