@@ -89,6 +89,10 @@ def test_in_a_browser_every_bar_says_what_it_is_of(shared: Served) -> None:
         _until(page, f"{since}.startsWith('since the server started')")
         assert page.run("document.querySelectorAll('#accounts .bar i').length > 1")
         assert "acme" in page.run("document.getElementById('tenants').textContent")
+        drawn = "m.bars(div, { bounds: [1, 2], counts: [1, 0, 3] }, (ns) => `${ns / 1e9} s`); return div.textContent"
+        script = f"const div = document.createElement('div'); {drawn}"
+        said = page.run(f"import('/static/draw.js').then((m) => {{ {script} }})")
+        assert "\u2264 1 s" in said and "> 2 s" in said, "what lies beyond the last bound is above it"
         assert page.errors == []
 
 

@@ -86,9 +86,9 @@ export function bars(into, { bounds, counts }, duration) {
     const y = up(count, top);
     svg.append(shape("rect", { x: LEFT + i * step + 1, y, width: Math.max(step - 2, 1), height: H - BOTTOM - y, fill: "var(--accent)" }));
   });
-  const edge = (i) => (i < bounds.length ? duration(bounds[i] * 1e9) : "over");
-  svg.append(shape("text", { x: LEFT, y: H - 3 }, `≤ ${edge(from)}`));
-  if (to > from) svg.append(shape("text", { x: W, y: H - 3, "text-anchor": "end" }, `≤ ${edge(to)}`));
+  const edge = (i) => (i < bounds.length ? `≤ ${duration(bounds[i] * 1e9)}` : `> ${duration(bounds.at(-1) * 1e9)}`);
+  svg.append(shape("text", { x: LEFT, y: H - 3 }, edge(from)));
+  if (to > from) svg.append(shape("text", { x: W, y: H - 3, "text-anchor": "end" }, edge(to)));
   return into.replaceChildren(svg);
 }
 

@@ -103,7 +103,8 @@ function tiles(live) {
   };
   const at = (histogram, q) => {
     const ns = quantile(histogram, q);
-    return ns === null ? "–" : ns === Infinity ? "over" : `≤ ${duration(ns)}`;
+    if (ns === Infinity) return `> ${duration(histogram.bounds.at(-1) * 1e9)}`;
+    return ns === null ? "–" : `≤ ${duration(ns)}`;
   };
   const values = [
     ["input tokens/s", recent("prompt_tokens").toLocaleString()],
