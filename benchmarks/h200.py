@@ -1,7 +1,8 @@
 """The whole engine on one GPU: correctness first, then every workload by name. Run: python3 benchmarks/h200.py OUT
 
     1  correct   float32 on the GPU against the plain CPU backend; graphs, overlap and chunks against each other
-    2  models    each in a process of its own: cold start, single requests, offline workloads, batch curve, host time
+    2  models    each in a process of its own: cold start, single requests, offline workloads, batch curve, host time;
+                 then a cold start again, with kernels that a process without a GPU has compiled
 
     --parts correct,qwen3-0.6b,llama3-8b   --cases "short-short,single 128"   --runs 3   --set max_num_seqs=512
 
@@ -175,17 +176,55 @@ def profile(llm: LLM, recorder: Any) -> list[str]:
     return [f"{e.device_time_total / 1e3:9.2f} ms {e.count:6d} x {e.key[:100]}" for e in events]
 
 
-def measure(args: argparse.Namespace, model: str) -> None:
-    """One model in this process; rows and records are appended to files in OUT."""
-    options = {"max_model_len": 8192, "gpu_memory_utilization": 0.85} | dict(_option(text) for text in args.set)
-    folder = write_config(model, args.out / "models")
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    fixed = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True}
+    return fixed | {"max_model_len": 8192, "gpu_memory_utilization": 0.85} | dict(_option(text) for text in args.set)
+
+
+def cold_start(args: argparse.Namespace, model: str, **more: Any) -> tuple[LLM, dict[str, Any]]:
+    """The engine after its first token, and what that took: from the process's begin, and by phase."""
+    imported_s = time.time() - args.began
     began = time.perf_counter()
-    llm = LLM(str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, **options)
+    llm = LLM(str(write_config(model, args.out / "models")), **engine_options(args), **more)
     startup_s = time.perf_counter() - began
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
-    cold_s = time.time() - args.began
-    phases = getattr(llm.engine.runner, "start_seconds", {})
-    print(f"{model}: start {startup_s:.2f} s, process to first token {cold_s:.2f} s, {phases}", flush=True)
+    cold_s, runner = time.time() - args.began, llm.engine.runner
+    phases = {"import": imported_s, **llm.engine.options.start_seconds}
+    kernels = getattr(runner, "kernels", {})
+    print(f"{model}: start {startup_s:.2f} s, to first token {cold_s:.2f} s, {phases}, {kernels}", flush=True)
+    return llm, {"startup_s": startup_s, "cold_start_s": cold_s, "phases": phases, "kernels": kernels}
+
+
+def compile_without_gpu(args: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+    """The model's kernels into `folder`, by a process that sees no GPU; what it says of them."""
+    command = [sys.executable, "-m", "steelyard.cli.main", "compile", str(write_config(model, args.out / "models"))]
+    for name, value in engine_options(args).items():
+        flag = name.replace("_", "-")
+        command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    command += ["--arch", args.arch, "--kernel-cache", str(folder), "--json"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    made = json.loads(subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE).stdout)
+    return {"kernels": sum(made["compiled"].values()), "seconds": made["seconds"], "bytes": made["bytes"]}
+
+
+def ahead_start(args: argparse.Namespace, model: str) -> None:
+    """A cold start of this process with the kernels of args.ahead: one row."""
+    _, start = cold_start(args, model, kernel_cache=str(args.ahead))
+    row = {
+        "model": model,
+        "case": "start with kernels compiled ahead",
+        "ahead_start_s": start["cold_start_s"],
+        "phases": start["phases"],
+        "kernels_compiled": start["kernels"]["compiled"],
+        "kernels_from_cache": start["kernels"]["from_cache"],
+        "compiled_ahead": json.loads((args.ahead / "made.json").read_text()),
+    }
+    append_jsonl(args.out / "rows.jsonl", [row | _stamp(args)])
+
+
+def measure(args: argparse.Namespace, model: str) -> None:
+    """One model in this process; rows and records are appended to files in OUT."""
+    llm, start = cold_start(args, model)
     recorder = record_steps(llm)
     rows, steps = [], []
     for name in args.cases:
@@ -194,8 +233,11 @@ def measure(args: argparse.Namespace, model: str) -> None:
         runs = [run_case(llm, case, recorder) for _ in range(num_runs)]
         records = recorder.named(f"{model} {case.name}")
         steps += records if case.name in WHOLE else thin(records, SAMPLE_STEPS)
-        rows.append(_row(args, model, case.name, runs, startup_s) | {"cold_start_s": cold_s, "phases": phases})
-        print({k: v for k, v in rows[-1].items() if k not in ("phases", "commit", "torch", "triton")}, flush=True)
+        rows.append(_row(args, model, case.name, runs) | start)
+        print(
+            {k: v for k, v in rows[-1].items() if k not in ("phases", "kernels", "commit", "torch", "triton")},
+            flush=True,
+        )
     roofline = roofline_of(llm, model)
     for batch in args.batches:
         run_case(llm, batch_case(batch, 1024, 40), recorder)
@@ -214,7 +256,7 @@ def measure(args: argparse.Namespace, model: str) -> None:
     append_jsonl(args.out / "rows.jsonl", rows)
 
 
-def _row(args: argparse.Namespace, model: str, case: str, runs: list[Run], startup_s: float) -> dict[str, Any]:
+def _row(args: argparse.Namespace, model: str, case: str, runs: list[Run]) -> dict[str, Any]:
     seconds = [run.seconds for run in runs]
     middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     row: dict[str, Any] = {"model": model, "case": case}
@@ -229,7 +271,6 @@ def _row(args: argparse.Namespace, model: str, case: str, runs: list[Run], start
         "graphed": middle.graphed,
         "device_s": middle.device_s,
         "gap_s": middle.gap_s,
-        "startup_s": startup_s,
         "ids_sha256": middle.ids_sha256,
         "same_ids": len({run.ids_sha256 for run in runs}) == 1,
     }
@@ -253,6 +294,14 @@ def _option(text: str) -> tuple[str, Any]:
     return name, json.loads(value)
 
 
+def cold(command: list[str]) -> int:
+    """A process of ours that finds no kernel of another one; its status."""
+    with tempfile.TemporaryDirectory() as kernels:
+        environment = os.environ | {"TRITON_CACHE_DIR": kernels}
+        began = ["--began", str(time.time())]
+        return subprocess.run([sys.executable, *command, *began], check=False, env=environment).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -266,6 +315,8 @@ def main() -> int:
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--arch", default="sm_90", help="to compile kernels ahead for; empty: leave that start out")
+    parser.add_argument("--ahead", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -276,15 +327,20 @@ def main() -> int:
         if args.only == "correct":
             found = correct(args.out / "models")
             append_jsonl(args.out / "rows.jsonl", [{"case": "correct", "rows": found, **_stamp(args)}])
+        elif args.ahead:
+            ahead_start(args, args.only)
         else:
             measure(args, args.only)
         return 0
     failures = 0
     for part in args.parts.split(","):
-        command = [sys.executable, *sys.argv, "--only", part, "--began", str(time.time())]
-        with tempfile.TemporaryDirectory() as kernels:  # a cold start finds no kernel of the part before
-            environment = os.environ | {"TRITON_CACHE_DIR": kernels}
-            failures += subprocess.run(command, check=False, env=environment).returncode != 0
+        failures += cold([*sys.argv, "--only", part]) != 0
+        if part != "correct" and args.arch:
+            with tempfile.TemporaryDirectory() as ahead:
+                made = compile_without_gpu(args, part, Path(ahead))
+                print(f"{part}: compiled ahead for {args.arch}: {made}", flush=True)
+                (Path(ahead) / "made.json").write_text(json.dumps(made))
+                failures += cold([*sys.argv, "--only", part, "--ahead", ahead]) != 0
     lines = (args.out / "rows.jsonl").read_text().splitlines()
     (args.out / "h200.json").write_text(json.dumps([json.loads(line) for line in lines], indent=1) + "\n")
     return failures

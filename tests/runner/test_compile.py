@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from triton import knobs
 
 from steelyard.cli.main import main
 from steelyard.errors import StartError
 from steelyard.kernels.ahead import KernelCache, Kernels, keep_kernels, kept_in
 from steelyard.kernels.gpu import gpu_of_arch
+from steelyard.runner.options import RunnerOptions, resolve_kv_dtype
 from tests.runner.compile_cases import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def kept() -> Iterator[None]:
-    """Triton's folder as it was, afterwards."""
-    with knobs.cache.scope():
+    """Triton's folder and listener as they were, afterwards."""
+    with knobs.cache.scope(), knobs.compilation.scope():
         yield
 
 
@@ -112,7 +114,6 @@ def test_kernels_are_counted_once_and_one_that_comes_late_is_told(caplog: pytest
         (["--arch", "sm_90", "--device", "cpu"], "kernels are compiled for GPUs: drop --device cpu"),
         (["--arch", "sm_90", "--deterministic"], "drop --device cpu and --deterministic"),
         (["--arch", "sm_90", "--script", "s.json"], "--script answers without a model"),
-        (["--arch", "sm_80", "--kv-cache-dtype", "fp8"], "needs a GPU of compute capability 8.9"),
         ([], "missing: --arch"),
     ],
 )
@@ -124,6 +125,24 @@ def test_what_cannot_be_compiled_is_said(
     given = ["compile", str(tmp_path), "--load-format", "dummy", "--kernel-cache", str(tmp_path / "kernels"), *words]
     assert main(given) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("kept")
+def test_interpreted_kernels_are_not_taken_for_compiled_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    folder = str(tmp_path / "kernels")
+    assert main(["compile", str(tmp_path), "--load-format", "dummy", "--arch", "sm_90", "--kernel-cache", folder]) == 2
+    assert "TRITON_INTERPRET is set" in capsys.readouterr().err
+
+
+def test_an_fp8_pool_needs_a_gpu_that_has_such_numbers() -> None:
+    options = RunnerOptions(kv_cache_dtype="fp8")
+    assert resolve_kv_dtype(options, torch.bfloat16, gpu_of_arch("sm_89"), "triton") == torch.float8_e4m3fn
+    with pytest.raises(StartError, match=r"compute capability 8\.9"):
+        resolve_kv_dtype(options, torch.bfloat16, gpu_of_arch("sm_80"), "triton")
 
 
 def test_an_architecture_is_a_compute_capability() -> None:

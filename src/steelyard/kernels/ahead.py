@@ -190,8 +190,11 @@ def _compiled(source: Path, include: list[str], flags: list[str]) -> str:
 def launching_nothing(gpu: Gpu, is_here: bool) -> Iterator[CompileOnly]:
     """In here a launch compiles for `gpu`, or finds its kernel, and that is all; in the whole process.
 
-    `is_here`: whether this machine has it, so that its own driver builds its launchers.
+    `is_here`: whether this machine has it, so that its own driver builds its launchers. Raises StartError where
+    kernels are interpreted.
     """
+    if knobs.runtime.interpret:
+        raise StartError("TRITON_INTERPRET is set: kernels are interpreted and none is compiled; unset it")
     with tempfile.TemporaryDirectory() as folder:
         stand_in = CompileOnly(gpu, Path(folder), driver.default.launcher_cls if is_here else None)
         before = driver._active
