@@ -2,7 +2,7 @@
 
 Run as a program: `python -m tests.kernels.compiling NAME` compiles the cases of that name and prints one JSON line a
 kernel.
-Tensors live on torch's meta device, the driver is a stand-in, and JITFunction.run only compiles.
+Tensors live on torch's meta device, the driver is kernels/ahead.py's, and JITFunction.run only compiles.
 """
 
 from __future__ import annotations
@@ -18,20 +18,14 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from steelyard.kernels.ahead import CompileOnly
+from steelyard.kernels.gpu import gpu_of_arch
+
 META = torch.device("meta")
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
-
-
-class NoGpu:
-    """Just enough of a Triton driver to compile for a GPU that is not here."""
-
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device=0: 0)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 
 compiled: dict[str, tuple[str, Any]] = {}
@@ -39,7 +33,7 @@ compiled: dict[str, tuple[str, Any]] = {}
 
 def compile_only() -> None:
     """From here on, launching a kernel compiles it and remembers the result."""
-    driver.set_active(NoGpu())
+    driver.set_active(CompileOnly(gpu_of_arch("sm_90"), Path()))
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -20,6 +20,7 @@ from steelyard.kernels.ahead import CompileOnly, count_kernels, keep_kernels, la
 from steelyard.kernels.gpu import gpu_of_arch
 from steelyard.runner import start_device
 from steelyard.runner.compile import MANY_BLOCKS, compile_model
+from steelyard.runner.device import Shape
 from steelyard.runner.options import RunnerOptions
 
 GPU = gpu_of_arch("sm_90")
@@ -42,7 +43,7 @@ def compiled(case: str, model: Any, options: RunnerOptions) -> None:
 
 
 def started(case: str, model: Any, options: RunnerOptions) -> None:
-    """All of a GPU's start, launch by launch, with every layer, and with Triton's own launcher class.
+    """All of a GPU's start and steps of every size, launch by launch, every layer, with Triton's own launcher class.
 
     Its C modules are looked up and not built or loaded, which needs libcuda.
     """
@@ -68,9 +69,22 @@ def started(case: str, model: Any, options: RunnerOptions) -> None:
         graphs = start.capture(start.buckets())
         for graph in graphs.values():
             graph.replay()
+        every_size(start)
     for owner, name, real in kept:
         setattr(owner, name, real)
     say(case, kernels.compiled.values(), kernels.found.values(), launchers=len(set(launchers)), graphs=len(graphs))
+
+
+def every_size(start: start_device.DeviceStart) -> None:
+    """Steps that no bucket was captured for, which run as they come."""
+    max_rows = start.limits.max_rows
+    for tokens in range(1, start.max_tokens + 1):
+        for rows in {r for r in (1, 2, 3, 15, 16, 17, max_rows) if r <= min(tokens, max_rows)}:
+            for num_decode in {0, 1, rows if rows == tokens else 0}:
+                start.step.forward(Shape(tokens, rows, num_decode))
+    for rows in range(1, max_rows + 1):
+        for cut in (True, False):
+            start.step.head(rows, cut)
 
 
 def main(folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_folder_that_was_moved_has_every_kernel_and_nothing_is_compiled_twice(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ahead", "start"), [("empty folder", "start"), ("fp8", "start with fp8")])
-def test_a_start_compiles_nothing_and_needs_no_less_than_was_compiled(
+def test_a_start_and_steps_of_every_size_compile_nothing_and_need_no_less_than_was_compiled(
     cases: dict[str, Any], ahead: str, start: str
 ) -> None:
     made = Counter(cases[ahead]["compiled"]) + Counter(cases[ahead]["found"])

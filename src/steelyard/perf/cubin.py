@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+from steelyard.kernels.ahead import CompileOnly
+from steelyard.kernels.gpu import Gpu
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -38,15 +40,8 @@ class Resources:
 
 def compile_for(capability: int) -> None:
     """Make CUDA capability `capability` (90: Hopper) the target of every compilation of this process from here on."""
-
-    class Absent:
-        """As much of a Triton driver as compiling asks for; launching is not part of it."""
-
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=0: 0)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
-
-    driver.set_active(Absent())
+    gpu = Gpu(divmod(capability, 10), f"capability {capability}")
+    driver.set_active(CompileOnly(gpu, Path()))  # nothing is launched, so no launcher is built in that folder
 
 
 def resources(compiled: Any) -> Resources:
