@@ -230,4 +230,5 @@ def compile_ahead(work: Callable[[], None], arch: str) -> None:
             for _ in pool.map(made, wanted.items()):
                 pass
         except TritonError as error:
-            raise StartError(f"a kernel of this model does not compile for {arch}: {error}") from error
+            what = str(error).strip().splitlines()[-1]
+            raise StartError(f"a kernel of this model does not compile for {arch}: {what}") from error

@@ -133,13 +133,14 @@ class DeviceStart:
         self.pool((1,) * len(self.shape.kv_groups()))
         if self.gpu is None:
             return
-        rows, step = self.limits.max_rows, self.step
-        shapes = [Shape.of_bucket("mixed", size, rows) for size in (self.max_tokens, FEW_TOKENS // 2)]
-        shapes += [Shape.of_bucket("decode", min(size, rows), rows) for size in (1, 2, 16, 32, 64, 128, 256)]
+        rows, tokens, step = self.limits.max_rows, self.max_tokens, self.step
+        few = (1, 2, 4, 8)  # up to there a product's form depends on the number of tokens
+        shapes = [Shape.of_bucket("mixed", min(n, tokens), rows) for n in (tokens, FEW_TOKENS // 2, *few)]
+        shapes += [Shape.of_bucket("decode", min(n, rows), rows) for n in (*few, 16, 32, 64, 128, 256)]
         for shape in dict.fromkeys(shapes):
             step.forward(shape)
         for cut in (True, False):
-            for size in {1, min(2, rows)}:
+            for size in {min(n, rows) for n in (*few, 16)}:
                 step.head(size, cut)
             self.choose(cut)
 
@@ -147,9 +148,9 @@ class DeviceStart:
     def choose(self, cut: bool) -> None:
         """A row of float32 logits as those are sampled that the head leaves out: guesses, penalties, masks."""
         logits = torch.zeros(1, self.shape.vocab_size, device=self.device)
-        one = torch.ones(1, device=self.device)
-        limits = (one, torch.ones_like(one, dtype=torch.int32), one) if cut else (None, None, None)
-        self.backend.choose(logits, torch.full_like(one, 0.5, dtype=torch.float64), Controls(one, *limits))
+        u = torch.zeros(1, dtype=torch.float64, device=self.device)
+        one, whole = (torch.ones(1, dtype=dtype, device=self.device) for dtype in (torch.float32, torch.int32))
+        self.backend.choose(logits, u, Controls(one, *((one, whole, one) if cut else (None, None, None))))
 
     def activation_peak_bytes(self) -> int:
         """What the largest step takes for a moment, measured: padding only, but every tensor at its full size."""
