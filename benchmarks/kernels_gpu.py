@@ -39,6 +39,7 @@ from steelyard.kernels.triton_moe import ExpertLayer, ExpertWeights
 from steelyard.kernels.triton_norm import rms_norm
 from steelyard.kernels.triton_rope_kv import qk_norm_rope_write
 from steelyard.kernels.triton_sample import Cut, Sampler, uniforms
+from steelyard.kernels.triton_tiles_linear import tile_products
 from steelyard.perf.environment import environment
 
 BYTES_PER_US = 4.25e6
@@ -286,6 +287,15 @@ def linear() -> None:
         fused = Fused(norm=(norm, 1e-6), activation="silu")
         own = replay_ms([lambda w=w: gemv(x, w, out, fused, True) for w in weights]) * 1e3
         record(item="gemv+norm+silu", n=n, k=k, us=own, floor_us=4 * n * k / BYTES_PER_US)
+    for n, k in ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)):
+        weights = [bf16(n, k) for _ in range(int(320e6 // (2 * n * k)))]
+        for tokens in (2, 16):
+            x, out = bf16(tokens, k), torch.full((tokens, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+            error = relative_error(tile_products(x, weights[0], out), x.float() @ weights[0].float().T)
+            own = replay_ms([lambda w=w: tile_products(x, w, out, pdl=True) for w in weights]) * 1e3
+            library = replay_ms([lambda w=w: F.linear(x, w) for w in weights]) * 1e3
+            shape, floor = {"tokens": tokens, "n": n, "k": k}, 2 * n * k / BYTES_PER_US
+            record(item="tiles", **shape, us=own, cublas_us=library, floor_us=floor, relative=error)
 
 
 def sampling() -> None:

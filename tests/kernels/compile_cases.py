@@ -17,6 +17,7 @@ from steelyard.kernels.triton_moe import ExpertLayer, ExpertWeights
 from steelyard.kernels.triton_norm import rms_norm
 from steelyard.kernels.triton_rope_kv import qk_norm_rope_write
 from steelyard.kernels.triton_sample import Cut, Sampler, uniforms
+from steelyard.kernels.triton_tiles_linear import tile_products
 from tests.kernels.compiling import META
 
 BF16 = torch.bfloat16
@@ -176,6 +177,24 @@ def layer() -> None:
             gemv(row, empty(151936, hidden), empty(1, 151936), norm_first, pdl)
 
 
+def tiles() -> None:
+    """Every product of a layer for a few tokens, of the benchmark models' smaller one and SmolLM2, and of K at most."""
+    for hidden, ffn, (num_heads, num_kv_heads, dim) in (
+        (1024, 3072, (16, 8, 128)), (576, 1536, (9, 3, 64)), (2048, 4096, (32, 8, 64)),
+        (4096, 4096, (32, 8, 128)),
+    ):  # fmt: skip
+        norm = (empty(hidden), 1e-5)
+        for n, k, fused in (
+            ((num_heads + 2 * num_kv_heads) * dim, hidden, Fused(norm=norm)),
+            (hidden, num_heads * dim, Fused(residual=True)),
+            (ffn, hidden, Fused(norm=norm, activation="silu")),
+            (hidden, ffn, Fused(residual=True)),
+        ):
+            weight = empty(n * (2 if fused.activation else 1), k)
+            for pdl in (False, True):
+                tile_products(empty(3, k), weight, empty(3, n), fused, pdl)
+
+
 def sampling() -> None:
     """The four passes, with and without cuts, over bf16 and float32 logits."""
     ids, counts = empty(8, dtype=torch.int64), empty(8, dtype=torch.int32)
@@ -205,6 +224,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention_bounded": attention_bounded,
     "gluon": gluon,
     "layer": layer,
+    "tiles": tiles,
     "sampling": sampling,
     "moe": moe,
 }

@@ -29,6 +29,7 @@ SHARED_LIMIT_BYTES = 227 * 1024
         "attention_bounded",
         "gluon",
         "layer",
+        "tiles",
         "sampling",
         "moe",
     ],

@@ -38,8 +38,9 @@ class Stored:
 class Fusions(Protocol):
     """Operators that a device backend has in one kernel; the stream of hidden states is updated in place."""
 
-    def takes(self, num_tokens: int, num_inputs: int) -> bool:
-        """Whether `product` is the faster way for so many tokens and matrix columns; else products stand alone."""
+    def takes(self, stream: Tensor, num_inputs: int) -> bool:
+        """Whether `product` is the faster way for a stream [T, hidden] and matrices of up to so many columns; else
+        products stand alone."""
         ...
 
     def product(

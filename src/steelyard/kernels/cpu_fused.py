@@ -58,7 +58,7 @@ class CpuFusions:
         self._writer = writer
         self._turns: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def takes(self, num_tokens: int, num_inputs: int) -> bool:
+    def takes(self, stream: Tensor, num_inputs: int) -> bool:
         """Always: there is no size at which operators that stand alone are faster."""
         return True
 

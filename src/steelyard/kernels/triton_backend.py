@@ -1,7 +1,7 @@
 """The Backend protocol on CUDA: our Triton kernels around cuBLAS. No kernel here.
 
-One token goes through our GEMV, which reads weights faster than cuBLAS and takes norm, activation and residual with
-it; more tokens go through cuBLAS.
+Products take norm, activation and residual with them and start early: one token's through our GEMV, which reads weights
+faster than cuBLAS; those of a few tokens, in models of short rows, through tiles. More tokens go through cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from steelyard.kernels.triton_moe import ExpertLayer, ExpertWeights
 from steelyard.kernels.triton_norm import rms_norm
 from steelyard.kernels.triton_rope_kv import qk_norm_rope_write
 from steelyard.kernels.triton_sample import Cut, Sampler
+from steelyard.kernels.triton_tiles_linear import MAX_TILE_COLUMNS, MAX_TILE_TOKENS, tile_products
 
 
 class TritonFusions:
-    """The Fusions protocol. `pdl`: kernels of a one-token step start early (see triton_common)."""
+    """The Fusions protocol. `pdl`: kernels of a step of few tokens start early (see triton_common)."""
 
     def __init__(self, max_tokens: int, pdl: bool) -> None:
         self._max_tokens = max_tokens
         self._pdl = pdl
         self._experts: ExpertLayer | None = None
 
-    def takes(self, num_tokens: int, num_inputs: int) -> bool:
+    def takes(self, stream: Tensor, num_inputs: int) -> bool:
         """See Fusions.takes."""
-        return num_tokens == 1 and num_inputs <= MAX_GEMV_COLUMNS
+        if len(stream) == 1:
+            return num_inputs <= MAX_GEMV_COLUMNS
+        return len(stream) <= MAX_TILE_TOKENS and num_inputs <= MAX_TILE_COLUMNS and stream.itemsize == 2
 
     def product(
         self,
@@ -47,9 +50,9 @@ class TritonFusions:
     ) -> Tensor:
         """See Fusions.product."""
         num_out = weight.shape[0] // (2 if activation else 1)
-        out = torch.empty(1, num_out, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device) if add_to is None else add_to
         around = Fused(norm=norm, bias=bias, activation=activation, residual=add_to is not None)
-        return gemv(x, weight, out, around, self._pdl)
+        return (gemv if len(x) == 1 else tile_products)(x, weight, out, around, self._pdl)
 
     def turn_and_write(
         self,
@@ -61,7 +64,7 @@ class TritonFusions:
         slots: Tensor,
     ) -> None:
         """See Fusions.turn_and_write."""
-        pdl = self._pdl and qkv.shape[0] == 1
+        pdl = self._pdl and len(qkv) <= MAX_TILE_TOKENS
         qk_norm_rope_write(qkv, heads, cos_sin, norm=norm, kv=(kv, slots), pdl=pdl)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Tensor, Tensor, str]) -> Tensor:
@@ -76,7 +79,7 @@ class TritonBackend:
     """The Backend protocol on CUDA (and, for tests, in Triton's interpreter), for steps of up to max_rows sampled rows.
 
     max_tokens bounds a step where a model has experts: their scratch is allocated once. `pdl` lets the kernels of a
-    one-token step start early, which the attention must have been built for too.
+    step of few tokens start early, which the attention must have been built for too.
     """
 
     name = "triton"

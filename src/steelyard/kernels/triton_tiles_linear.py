@@ -1,4 +1,4 @@
-"""The linear layer for 2 to 16 tokens on the matrix units, with what surrounds it fused. For one token: triton_linear.
+"""The linear layer for 2 to 16 tokens on the matrix units, with what surrounds it fused. One token: triton_linear.
 
 K is shared out among the warps of a program (a batched product, summed at its end), so that a program of few weight
 rows still has every warp loading: small layers fill the machine without a second pass over partial sums. The first
@@ -21,6 +21,9 @@ from steelyard.kernels.triton_linear import PLAIN, Fused
 
 MAX_TILE_TOKENS = 16
 """Rows of x in one product of the matrix units."""
+MAX_TILE_COLUMNS = 4096
+"""The longest rows of a model's matrices for which tiles win: on an H200 by a third at 3,072 and below, and cuBLAS is
+the faster at 14,336."""
 
 
 @triton.jit
@@ -114,13 +117,12 @@ class Tiles:
 
 
 def tiles_for(n: int, k: int, gated: bool) -> Tiles:
-    """The tiles of a product, by what fills an H200 with loads: short K whole, before the wait; long K in a loop."""
-    if k <= 2048:
-        rows = 8 if gated or n <= 2048 else 16
-        return Tiles(rows=rows, columns=256, warps=4 if k <= 1024 else 8)
-    if n <= 2048:
-        return Tiles(rows=8, columns=128, warps=8, stages=3)
-    return Tiles(rows=16 if gated else 32, columns=64, warps=4)
+    """The tiles of a product, by what fills an H200 with loads and stays in the registers: few rows a program where
+    there are few, and K whole, before the wait, where it is short."""
+    if k > 2048:
+        return Tiles(rows=8, columns=256, warps=4) if n <= 2048 else Tiles(rows=16, columns=64, warps=8)
+    warps = 4 if k <= 1024 else 8
+    return Tiles(rows=8 if n <= 2048 or (gated and warps == 8) else 16, columns=256, warps=warps)
 
 
 def tile_products(

@@ -107,7 +107,7 @@ class DecoderLayer:
             if whole is not None and cos_sin is not None and whole(residual, kv, batch.attn, cos_sin):
                 return None, residual
             plain, fusions = self._plain, self.attention.backend.fusions
-            if plain is not None and fusions is not None and fusions.takes(residual.shape[0], self._widest):
+            if plain is not None and fusions is not None and fusions.takes(residual, self._widest):
                 before_attn, before_mlp, mlp = plain
                 self.attention.add_to(residual, before_attn, batch, cos_sin)
                 mlp.add_to(residual, before_mlp)

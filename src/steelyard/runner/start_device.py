@@ -134,7 +134,7 @@ class DeviceStart:
         if self.gpu is None:
             return
         rows, tokens, step = self.limits.max_rows, self.max_tokens, self.step
-        few = (1, 2, 4, 8)  # up to there a product's form depends on the number of tokens
+        few = (1, 2)  # tokens: products of one have a form, those of a few another
         shapes = [Shape.of_bucket("mixed", min(n, tokens), rows) for n in (tokens, FEW_TOKENS // 2, *few)]
         shapes += [Shape.of_bucket("decode", min(n, rows), rows) for n in (*few, 16, 32, 64, 128, 256)]
         for shape in dict.fromkeys(shapes):
