@@ -85,6 +85,8 @@ class EngineConfig:
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.kernel_cache == "":
+            raise StartError("--kernel-cache must name a folder: it is empty", param="kernel_cache")
         _at_least("kv_window", self.kv_window, 1)
         _at_least("kv_sinks", self.kv_sinks, 0)
         if self.kv_sinks is not None and self.kv_window is None:

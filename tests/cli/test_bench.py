@@ -64,6 +64,8 @@ def test_doctor_profiles_the_steps_of_a_model(capsys: pytest.CaptureFixture[str]
     assert all(step["is_fast"] and step["kernels"] for step in ran)
 
 
-def test_doctor_goes_on_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "cpu", "--model", "/no/such/model", "--json"]) == 0
+def test_doctor_goes_on_without_a_model_and_says_that_the_one_named_was_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--device", "cpu", "--model", "/no/such/model", "--json"]) == 1
     assert "No model was profiled" in json.loads(capsys.readouterr().out)["findings"][0]

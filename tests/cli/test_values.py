@@ -106,6 +106,8 @@ def test_where_nothing_can_be_written_or_read_is_said(tmp_path: Path) -> None:
         ("serve --enforce-eager=3", "--enforce-eager: takes no value, got '3' ("),
         ("serve --allowed-origins [x", "--allowed-origins: must be an origin or a JSON list of them, got '[x'"),
         ("serve --kv-cache-memory-bytes 3q", "--kv-cache-memory-bytes: must be bytes, or a number with MiB"),
+        ("serve --kernel-cache=", "--kernel-cache must name a folder: it is empty"),
+        ("bench kernels --backends=", "--backends must be among naive, "),
         ("bench kernels --lengths 1,x", "--lengths: must be whole numbers of at least 1 with commas between"),
         ("plan llama-3-8b --ttft x", "--ttft: must be a time above 0, such as 500ms or 0.5s, got 'x'"),
         ("keys hsh", "steelyard keys: ACTION: must be one of new, hash, got 'hsh'; did you mean hash?"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from steelyard.kernels import reference
+from steelyard.kernels.triton_backend import TritonFusions
 from steelyard.kernels.triton_linear import Fused
 from steelyard.kernels.triton_tiles_linear import Tiles, tile_products
 from tests.kernels.paged import DEVICE, max_error
@@ -44,3 +45,19 @@ def test_products_of_few_tokens_with_whatever_is_around_them(tokens: int, n: int
         out = run(tokens)
         assert max_error(out, expected) < 0.01 * float(expected.abs().max()), around
         assert torch.equal(run(1), out[:1]), "a token's result depends on its neighbours"
+
+
+def test_tiles_are_for_bfloat16_and_short_rows_alone() -> None:
+    """A norm's weight times the stream, before its scale, may be beyond float16."""
+    fusions = TritonFusions(16, pdl=False)
+    for dtype, tokens, columns, takes in (
+        (torch.bfloat16, 2, 4096, True),
+        (torch.bfloat16, 16, 4096, True),
+        (torch.bfloat16, 17, 4096, False),
+        (torch.bfloat16, 2, 4097, False),
+        (torch.float16, 2, 4096, False),
+        (torch.float16, 1, 14336, True),
+        (torch.float32, 1, 14336, True),
+        (torch.float32, 2, 1024, False),
+    ):
+        assert fusions.takes(torch.empty(tokens, 8, dtype=dtype), columns) == takes, (dtype, tokens, columns)

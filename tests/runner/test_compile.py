@@ -81,9 +81,29 @@ def test_files_of_a_kernel_are_found_in_the_folder_that_is_named_and_not_where_t
     keep_kernels(str(tmp_path / "second"))
     moved = KernelCache("key")
     assert moved.get_group("k.json") == {name: str(tmp_path / "second/key" / name) for name in group}
-    (tmp_path / "second/key/k.cubin").unlink()
-    assert list(moved.get_group("k.json") or ()) == ["k.json"]
     assert moved.get_group("other.json") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("k.cubin", None), ("k.cubin", ""), ("k.cubin", "cut"), ("k.json", "{}"), ("__grp__k.json", ""),
+     ("__grp__k.json", "[1]"), ("__grp__k.json", '{"child_paths": {}}'), ("launcher.so", "")],
+)  # fmt: skip
+@pytest.mark.usefixtures("kept")
+def test_a_file_that_is_not_as_it_was_put_is_made_again_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, content: str | None
+) -> None:
+    keep_kernels(str(tmp_path))
+    cache = KernelCache("key")
+    group = {name: cache.put("whole", name, binary=False) for name in ("k.json", "k.cubin")}
+    cache.put_group("k.json", group)
+    launcher = cache.put(b"whole", "launcher.so")
+    assert (cache.get_group("k.json"), cache.get_file("launcher.so")) == (group, launcher) and not caplog.records
+    path = tmp_path / "key" / file
+    path.unlink() if content is None else path.write_text(content)
+    assert (cache.get_group("k.json") is None) == (file != "launcher.so")
+    assert (cache.get_file("launcher.so") is None) == (file == "launcher.so")
+    assert [r.message.partition(" of ")[0] for r in caplog.records] == [file if file == "launcher.so" else "k.json"]
 
 
 @pytest.mark.usefixtures("kept")

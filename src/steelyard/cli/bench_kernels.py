@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from steelyard.perf.kernel_report import case_line, ceiling_line, row_line, to_html, to_json
 
     device = _device(args.device)
-    backends = _subset("backends", args.backends, NAMES) if args.backends else NAMES
+    backends = NAMES if args.backends is None else _subset("backends", args.backends, NAMES)
     directions = _subset("directions", args.directions, ("forward", "backward"))
     above = [""]
 

@@ -42,22 +42,55 @@ _log = logging.getLogger(__name__)
 
 
 class KernelCache(FileCacheManager):
-    """Triton's, which notes the whole paths of a kernel's files: here they are taken for names in the same folder."""
+    """Triton's, which notes the whole paths of a kernel's files: here they are taken for names in the same folder.
+
+    Each file's SHA-256 is noted beside it: what a folder that was copied in part holds is made again, and said.
+    """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         with _told():
             super().__init__(key, override, dump)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        group = super().get_group(filename)
-        if group is None:
+        if not self.has_file(f"__grp__{filename}"):
             return None
-        noted = json.loads(Path(self._make_path(f"__grp__{filename}")).read_text())["child_paths"]
-        return {name: self._make_path(name) for name in noted if self.has_file(name)}
+        try:
+            noted = json.loads(Path(self._make_path(f"__grp__{filename}")).read_text())["sha256"]
+            files = {name: self._make_path(name) for name in noted}
+            is_whole = all(_sha256(Path(at)) == noted[name] for name, at in files.items())
+        except (OSError, ValueError, TypeError, KeyError):
+            is_whole = False
+        if not is_whole:
+            self._warn(filename)
+        return files if is_whole else None
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        noted = {name: _sha256(Path(at)) for name, at in group.items()}
+        return self.put(json.dumps({"child_paths": group, "sha256": noted}), f"__grp__{filename}", binary=False)
+
+    def get_file(self, filename: str) -> str | None:
+        found = super().get_file(filename)
+        if found is None or not filename.endswith(".so"):
+            return found
+        noted = Path(f"{found}.sha256")
+        is_whole = noted.exists() and noted.read_text() == _sha256(Path(found))
+        if not is_whole:
+            self._warn(filename)
+        return found if is_whole else None
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         with _told():
-            return str(super().put(data, filename, binary))
+            at = str(super().put(data, filename, binary))
+            if filename.endswith(".so"):
+                super().put(_sha256(Path(at)), f"{filename}.sha256", binary=False)
+            return at
+
+    def _warn(self, filename: str) -> None:
+        _log.warning("%s of %s is not what was put there: it is compiled again", filename, self.cache_dir)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextmanager

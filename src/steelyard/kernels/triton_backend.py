@@ -36,7 +36,8 @@ class TritonFusions:
         """See Fusions.takes."""
         if len(stream) == 1:
             return num_inputs <= MAX_GEMV_COLUMNS
-        return len(stream) <= MAX_TILE_TOKENS and num_inputs <= MAX_TILE_COLUMNS and stream.itemsize == 2
+        fits = len(stream) <= MAX_TILE_TOKENS and num_inputs <= MAX_TILE_COLUMNS
+        return fits and stream.dtype == torch.bfloat16
 
     def product(
         self,

@@ -128,8 +128,9 @@ def tiles_for(n: int, k: int, gated: bool) -> Tiles:
 def tile_products(
     x: Tensor, weight: Tensor, out: Tensor, fused: Fused = PLAIN, pdl: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
-    """out [T, N] = f(x [T, K]) @ weight.T in bfloat16 or float16, T at most MAX_TILE_TOKENS; all contiguous.
+    """out [T, N] = f(x [T, K]) @ weight.T in bfloat16, T at most MAX_TILE_TOKENS; all contiguous.
 
+    A norm's weight multiplies x before its scale is known: float16 would have to hold numbers of the stream itself.
     weight [N, K], or [2 N, K] (gates, then ups) with an activation. `tiles` None: tiles_for's.
     """
     (num_tokens, n), k = out.shape, weight.shape[1]
