@@ -18,7 +18,7 @@ from triton import knobs
 
 from steelyard.cli.main import main
 from steelyard.errors import StartError
-from steelyard.kernels.ahead import KernelCache, Kernels, keep_kernels, kept_in
+from steelyard.kernels.ahead import KernelCache, Kernels, keep_kernels, kept_in, launching_nothing
 from steelyard.kernels.gpu import gpu_of_arch
 from steelyard.runner.options import RunnerOptions, resolve_kv_dtype
 from tests.runner.compile_cases import CONFIG
@@ -104,6 +104,13 @@ def test_a_file_that_is_not_as_it_was_put_is_made_again_and_said(
     assert (cache.get_group("k.json") is None) == (file != "launcher.so")
     assert (cache.get_file("launcher.so") is None) == (file == "launcher.so")
     assert [r.message.partition(" of ")[0] for r in caplog.records] == [file if file == "launcher.so" else "k.json"]
+
+
+def test_launchers_of_another_triton_are_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.delattr("triton.backends.nvidia.driver.make_launcher")
+    with pytest.raises(StartError, match="pip install triton==3.6.0"), launching_nothing(gpu_of_arch("sm_90"), False):
+        pass
 
 
 @pytest.mark.usefixtures("kept")

@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         from steelyard.runner.compile import compile_model
     except ImportError as error:
-        raise StartError(f"Triton is needed to compile its kernels, and is not installed here: {error}") from None
+        raise StartError(
+            f"Triton is needed to compile its kernels (pip install triton==3.6.0, as the server has it): {error}"
+        ) from None
 
     made = compile_model(checkpoint, runner_options(config), gpu)
     if args.json:

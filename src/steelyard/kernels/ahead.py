@@ -28,6 +28,7 @@ from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
+from triton import __version__ as triton_version
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -228,6 +229,8 @@ def launching_nothing(gpu: Gpu, is_here: bool) -> Iterator[CompileOnly]:
     """
     if knobs.runtime.interpret:
         raise StartError("TRITON_INTERPRET is set: kernels are interpreted and none is compiled; unset it")
+    if not is_here and not hasattr(nvidia, "make_launcher"):
+        raise StartError(f"Triton {triton_version} builds launchers in a way of its own: pip install triton==3.6.0")
     with tempfile.TemporaryDirectory() as folder:
         stand_in = CompileOnly(gpu, Path(folder), driver.default.launcher_cls if is_here else None)
         before = driver._active
