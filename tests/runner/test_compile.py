@@ -109,7 +109,7 @@ def test_a_file_that_is_not_as_it_was_put_is_made_again_and_said(
 def test_launchers_of_another_triton_are_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.delattr("triton.backends.nvidia.driver.make_launcher")
-    with pytest.raises(StartError, match="pip install triton==3.6.0"), launching_nothing(gpu_of_arch("sm_90"), False):
+    with pytest.raises(StartError, match="pip install triton=="), launching_nothing(gpu_of_arch("sm_90"), False):
         pass
 
 
