@@ -131,7 +131,7 @@ def test_replayed_steps_make_every_token() -> None:
 @pytest.mark.parametrize("name", case_names("offline"))
 def test_throughput_of_a_whole_run_follows_from_its_lengths(model: str, name: str) -> None:
     """Wall time of the run, host and all, from prompt and output lengths and the fit: nothing of the run is shown."""
-    rows = json.loads((RESULTS / "h200.json").read_text())
+    rows = json.loads((RESULTS / "h200-steps-runs.json").read_text())  # of the run that the records are of
     (row,) = [r for r in rows if (r.get("model"), r.get("case")) == (model, name)]
     roofline, calibration = fitted(model)
     case = find_case(name)
