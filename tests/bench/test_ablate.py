@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import pytest
 
@@ -13,10 +16,12 @@ from steelyard.bench.ablate_text import SetResult, knobs_markdown, set_markdown
 from steelyard.bench.arms import KNOBS, SETS, knobs_named, sets_named
 from steelyard.bench.expect import Load, expected
 from steelyard.bench.floor import roofline_of
-from steelyard.cli import serve
+from steelyard.cli import ablate, quality, serve
 from steelyard.cli.ablate_page import page
+from steelyard.cli.ablate_save import as_json
 from steelyard.cli.main import main
 from steelyard.config import EngineConfig
+from steelyard.core.verdict import Held, Outcome, Verdict
 from steelyard.errors import InvalidRequest
 from steelyard.plan.calibration import default_calibration
 
@@ -131,13 +136,64 @@ def test_a_set_is_one_table_with_prefill_and_decode_apart_and_each_step_attribut
     arms = SETS["combinations"]
     reports = [[report(e2e, {"decode": e2e / 100}) for _ in range(3)] for e2e in (300.0, 200.0, 100.0)]
     steps = [compare(k, a, b) for k, a, b in zip(arms.knobs(), reports, reports[1:])]
-    result = SetResult(arms, reports, steps, ["the base of the others", "pass: x", "pass: y"])
+    result = SetResult(arms, reports, steps, [judged("fail"), judged("pass"), Verdict("the base of the others")])
     text = set_markdown(result)
     assert "| no cache, naive attention | 3,333 | 5 | 3 |" in text and "| cache, efficient attention | 10,000" in text
     assert text.count("residual, in no account") == 2
     shown = page([], [result], {"a": reports[0][0]})
     assert shown.count("<svg") == 3 + 2 and "http" not in shown.replace("http-equiv", "")
     assert result.as_json()["arms"][2]["figures"]["decode: TPOT p50, ms"] == [1.0, 1.0, 1.0]
+    assert [line.split(" | ")[-1] for line in text.splitlines() if "| at least 98.0% |" in line] == ["fail |", "pass |"]
+    assert result.as_json()["arms"][0]["quality"]["figures"][0]["low"] == 0.98
+    assert shown.count("<td>at least 98.0%</td>") == 2 and shown.count("fail: top-1 agreement 95.0%") == 1
+
+
+def judged(outcome: str) -> Verdict:
+    value, held = (0.95, "fail") if outcome == "fail" else (0.99, "pass")
+    figure = Held("top-1 agreement", value, 0.98, None, 1.0, ".1%", cast(Outcome, held))
+    return Verdict(outcome, (figure,), "this against that")
+
+
+def test_a_knob_shows_each_figure_of_its_answers_beside_the_limit_once() -> None:
+    found = replace(compare(BLOCK, *arms()), quality=judged("fail"))
+    text, shown = knobs_markdown([found]), page([found], [], {"a": arms()[0][0]})
+    assert "* Quality, this against that: fail: top-1 agreement 95.0%, at least 98.0%" in text
+    assert text.count("| this against that | top-1 agreement | 95.0% | at least 98.0% | 100.0% | fail |") == 1
+    assert shown.count("<td>at least 98.0%</td>") == 1 and "fail: top-1 agreement 95.0%" in shown
+    (knob,) = as_json([found], [])["knobs"]
+    assert knob["quality"]["figures"][0]["value"] == 0.95 and knob["quality"]["outcome"] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("arms", "base", "said"),
+    [
+        ({"A": ["--old"], "B": ["--new"]}, "A", ["the base of the others", "pass"]),
+        ({"x": ["--old"], "y": [], "z": ["--new"]}, "z", ["pass", "pass", "the base of the others"]),
+    ],
+)
+def test_a_change_is_judged_against_what_was_before_it_and_a_set_against_its_last_arm(
+    monkeypatch: pytest.MonkeyPatch, arms: dict[str, list[str]], base: str, said: list[str]
+) -> None:
+    @asynccontextmanager
+    async def served(model: str, flags: Sequence[str]) -> AsyncIterator[str]:
+        yield " ".join(flags)
+
+    asked = []
+
+    async def judge_servers(base_url: str, arm_url: str, **options: object) -> tuple[Verdict, None, None]:
+        asked.append((base_url, arm_url))
+        return judged("pass"), None, None
+
+    monkeypatch.setattr(ablate, "served", served)
+    monkeypatch.setattr(quality, "judge_servers", judge_servers)
+    args = argparse.Namespace(serve_args="--shared", serve_model="m", quality=True, quality_tasks=8)
+    found = asyncio.run(ablate._Ablation(args)._quality(arms, base))
+    url = {name: " ".join(["--shared", *flags]) for name, flags in arms.items()}
+    assert asked == [(url[base], url[name]) for name in arms if name != base]
+    assert [v.outcome for v in found] == said
+    assert [v.judged for v in found if v.figures] == [f"{name} against {base}" for name in arms if name != base]
+    args.serve_args = "--load-format dummy"
+    assert {v.outcome for v in asyncio.run(ablate._Ablation(args)._quality(arms, base))} == {ablate.RANDOM_WEIGHTS}
 
 
 def test_a_page_is_good_news_only_where_a_change_is_decided() -> None:

@@ -1,17 +1,24 @@
-"""The gate with arms whose harm is known: noise passes, a context cut to 128 words and drifting scores do not."""
+"""The gate with arms whose harm is known: noise passes, a context cut to 128 words and drifting scores do not.
+
+Every figure is shown beside its limit, in text and in JSON, whatever the verdict.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from dataclasses import dataclass, replace
 
 import pytest
 
+from steelyard.cli import quality
+from steelyard.cli.main import main
+from steelyard.core.verdict import Held, Verdict
 from steelyard.quality.ask import Asked, apart, ask
 from steelyard.quality.compare import Answer, Scored, distance, mcnemar, top_kl
-from steelyard.quality.gate import judge
+from steelyard.quality.gate import FEWEST_SOLVED, P_LIMIT, judge
 from steelyard.quality.tasks import KINDS, make_tasks
 
 TASKS = make_tasks(240)
@@ -54,6 +61,10 @@ def asked(arm: FakeArm) -> Asked:
     return asyncio.run(ask(arm, TASKS, 4))
 
 
+def by_name(verdict: Verdict, name: str) -> Held:
+    return {f.name: f for f in verdict.figures}[name]
+
+
 BASE = asked(FakeArm(noise=0.01))
 NOISE = apart(BASE, asked(FakeArm(noise=0.01, salt="another batch size")))
 
@@ -61,14 +72,16 @@ NOISE = apart(BASE, asked(FakeArm(noise=0.01, salt="another batch size")))
 def test_the_same_configuration_is_inside_its_own_noise() -> None:
     again = apart(BASE, asked(FakeArm(noise=0.01, salt="third")))
     verdict = judge(again, NOISE)
-    assert verdict.passed, verdict.reasons
+    assert verdict.passed and {f.outcome for f in verdict.figures} == {"pass"}, verdict.summary
+    assert verdict.summary == "pass: all 6 figures are inside their limits"
 
 
 def test_a_planted_window_of_128_fails() -> None:
     harmed = apart(BASE, asked(FakeArm(noise=0.01, window=128)))
     verdict = judge(harmed, NOISE)
     assert verdict.outcome == "fail"
-    assert any("perplexity" in r and "from position 128" in r for r in verdict.reasons)
+    assert by_name(verdict, "perplexity, positions 0 to 127").outcome == "pass"
+    assert "perplexity, positions 128 on +" in verdict.summary and "0 to 127" not in verdict.summary
     assert harmed.mcnemar_p < 0.05 and harmed.only_a > 0 == harmed.only_b
 
 
@@ -79,20 +92,86 @@ def test_harm_that_only_the_far_bucket_shows_does_not_hide_in_the_average() -> N
     assert abs(math.log(near.ratio)) < 0.01 and far.ratio > 2
 
 
-@pytest.mark.parametrize("skill", [0.05, 1.0])
-def test_a_base_that_cannot_show_harm_does_not_count(skill: float) -> None:
+@pytest.mark.parametrize(("skill", "what_to_do"), [(0.05, "a model that solves more"), (1.0, "a smaller model")])
+def test_a_base_that_cannot_show_harm_voids_the_tasks_alone_and_says_what_to_do(skill: float, what_to_do: str) -> None:
     base = asked(FakeArm(skill=skill))
-    assert judge(apart(base, base), NOISE).outcome == "does not count"
+    verdict = judge(apart(base, base), NOISE)
+    void = [f.name.split()[0] for f in verdict.figures if f.outcome == "does not count"]
+    assert verdict.outcome == "does not count" and void == ["tasks"] and len(verdict.figures) == 6
+    assert "harm shows only from 30% to 90%" in verdict.summary and what_to_do in verdict.summary
+    worse = judge(apart(base, asked(FakeArm(skill=skill, worse=0.02))), NOISE)
+    assert worse.outcome == "fail" and "perplexity" in worse.summary and what_to_do in worse.summary
+
+
+def test_so_few_tasks_that_losing_all_is_chance_do_not_count() -> None:
+    few = Asked(BASE.scored, BASE.answers, (True,) * (FEWEST_SOLVED - 1) + (False,) * 4)
+    lost = replace(few, right=(False,) * len(few.right))
+    assert apart(few, lost).mcnemar_p >= P_LIMIT
+    verdict = judge(apart(few, lost), NOISE)
+    assert verdict.outcome == "does not count" and "fewer than 6 lost may be chance: ask more" in verdict.summary
+    more = replace(few, right=(True, *few.right))
+    assert judge(apart(more, replace(more, right=(False,) * len(more.right))), NOISE).outcome == "fail"
+
+
+def test_a_figure_that_no_server_gave_is_no_pass() -> None:
+    blind = tuple(replace(s, top=()) for s in BASE.scored)
+    verdict = judge(apart(replace(BASE, scored=blind), replace(BASE, scored=blind)), NOISE)
+    void = [f.name for f in verdict.figures if f.outcome == "does not count"]
+    assert verdict.outcome == "does not count" and void == ["top-1 agreement", "KL on the top tokens"]
+    nothing = judge(distance([], [], []), distance([], [], []))
+    assert {f.outcome for f in nothing.figures} == {"does not count"} and len(nothing.figures) == 5
+
+
+@pytest.mark.parametrize("outcome", ["pass", "fail"])
+def test_limits_are_those_that_were_held_against_the_figures(outcome: str) -> None:
+    inside, past = (0.0, 1e-6) if outcome == "fail" else (1e-6, 0.0)
+    step = past - inside
+    found = replace(
+        apart(BASE, BASE),
+        buckets=tuple(replace(b, perplexity_a=1.0, perplexity_b=1.0071 + step) for b in NOISE.buckets),
+        top1_agreement=0.97 - 0.02 - step, kl=0.05 + step, length_ratio=1.02 + step, only_a=9, only_b=1,
+        mcnemar_p=0.05 - step,
+    )  # fmt: skip
+    verdict = judge(found, replace(NOISE, top1_agreement=0.97, kl=0.005))
+    assert [f.outcome for f in verdict.figures] == [outcome] * 6, verdict
+    assert [f.limit for f in verdict.figures[2:]] == [
+        "at least 95.00%",
+        "at most 0.05",
+        "at least 0.05",
+        "0.980 to 1.020",
+    ]
+
+
+def test_the_command_prints_every_figure_with_its_limit_and_json_has_them_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harmed = apart(BASE, asked(FakeArm(noise=0.01, window=128)))
+    verdict = judge(harmed, NOISE)
+
+    async def judged(*given: object, **options: object) -> object:
+        return verdict, harmed, NOISE
+
+    monkeypatch.setattr(quality, "judge_servers", judged)
+    command = ["quality", "--base", "http://127.0.0.1:1", "--arm", "http://127.0.0.1:2"]
+    assert main(command) == 1
+    first, header, *rows = capsys.readouterr().out.splitlines()
+    assert first == verdict.summary and header.split()[:3] == ["figure", "arm", "limit"]
+    assert [row.split("  ")[1].strip() for row in rows] == [f.name for f in verdict.figures]
+    assert rows[1].endswith("fail") and "at most +0.71%" in rows[1] and rows[0].endswith("pass")
+    assert main([*command, "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)["verdict"]
+    assert shown["outcome"] == "fail" and shown["figures"][1]["high"] == pytest.approx(0.0071)
+    assert [f["outcome"] for f in shown["figures"]] == [f.outcome for f in verdict.figures]
 
 
 def test_longer_answers_void_a_claim_of_speed() -> None:
     verdict = judge(apart(BASE, asked(FakeArm(noise=0.01, longer=1))), NOISE)
-    assert verdict.outcome == "fail" and any("as long" in r for r in verdict.reasons)
+    assert verdict.outcome == "fail" and "length of answers 1.250, 0.980 to 1.020" in verdict.summary
 
 
 def test_slightly_worse_scores_everywhere_are_stated() -> None:
     verdict = judge(apart(BASE, asked(FakeArm(noise=0.01, worse=0.02))), NOISE)
-    assert verdict.outcome == "fail" and "perplexity +2" in verdict.reasons[0]
+    assert verdict.outcome == "fail" and "perplexity, positions 0 to 127 +2" in verdict.summary
 
 
 def test_mcnemar_is_exact_and_counts_pairs_that_differ() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 from steelyard.bench.arms import Knob
 from steelyard.bench.expect import Expected
 from steelyard.bench.repeats import LEAST_PAIRS, Paired, paired
+from steelyard.core.verdict import Verdict
 
 Json = dict[str, Any]
-
 
 ACCOUNTS: Mapping[str, tuple[str, ...]] = {
     "queueing": ("wait_step_boundary", "wait_slot", "wait_budget", "wait_policy", "wait_grammar"),
@@ -84,7 +84,8 @@ def spent(report: Json) -> dict[str, float]:
 class Comparison:
     """Both arms of one knob. `void`: why the difference may not be quoted; empty: it may.
 
-    spent  what the server's counters say of each arm, means over runs
+    spent    what the server's counters say of each arm, means over runs
+    quality  of B's answers against A's; None: of a step in a set, which has them by arm
     """
 
     knob: str
@@ -97,7 +98,7 @@ class Comparison:
     void: tuple[str, ...]
     spent: Mapping[str, tuple[float, float]]
     expected: Expected | None = None
-    quality: str = "speed only"
+    quality: Verdict | None = None
 
     @property
     def decides(self) -> bool:

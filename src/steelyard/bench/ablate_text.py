@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -11,8 +11,10 @@ from steelyard.bench.ablate import Comparison, at_path, spent
 from steelyard.bench.arms import ArmSet
 from steelyard.bench.repeats import LEAST_PAIRS, Paired
 from steelyard.core.digits import in_digits
+from steelyard.core.verdict import HEADER, Verdict
 
 Json = dict[str, Any]
+SPEED_ONLY = Verdict("speed only")
 COLUMNS = {
     "output tok/s": ("output_tokens_per_s",),
     "prefill: TTFT p50, ms": ("latency_ms", "service", "ttft", "p50"),
@@ -24,12 +26,12 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """All arms of a set: reports by arm in its order, each step of the way compared, and the answers' quality."""
+    """All arms of a set: reports by arm in its order, each step of the way compared, and the quality of each arm."""
 
     arms: ArmSet
     reports: Sequence[Sequence[Json]]
     steps: Sequence[Comparison]
-    quality: Sequence[str]
+    quality: Sequence[Verdict]
 
     def as_json(self) -> Json:
         """Plain values; every run's figures."""
@@ -37,7 +39,8 @@ class SetResult:
         rows = []
         for name, reports, said in zip(names, self.reports, self.quality):
             figures = {title: [at_path(r, path) for r in reports] for title, path in COLUMNS.items()}
-            rows.append({"arm": name, "figures": figures, "spent": [spent(r) for r in reports], "quality": said})
+            row = {"arm": name, "figures": figures, "spent": [spent(r) for r in reports]}
+            rows.append(row | {"quality": asdict(said)})
         return {"set": self.arms.name, "arms": rows, "groups": self.groups()}
 
     def groups(self) -> Json:
@@ -53,11 +56,12 @@ class SetResult:
         return found
 
 
-def knobs_markdown(found: Sequence[Comparison]) -> str:
-    """A table a knob; the quality of the answers beside the speed, or that it was not measured."""
+def knobs_markdown(found: Sequence[Comparison], quality: bool = True) -> str:
+    """A table a knob; the quality of the answers beside the speed, or that it was not measured, unless left out."""
     lines = [f"B against A, pairs of runs with the same seed; intervals of 95 %, of {LEAST_PAIRS} pairs or more.", ""]
     for c in found:
-        lines += [f"## {c.title}", "", f"Expected to move: {c.moves}.", *_comparison(c), ""]
+        lines += [f"## {c.title}", "", f"Expected to move: {c.moves}.", *_comparison(c)]
+        lines += ["", *(quality_lines(c) if quality else ()), ""]
     return "\n".join(lines) + "\n"
 
 
@@ -75,8 +79,17 @@ def _comparison(c: Comparison) -> list[str]:
     if c.spent:
         lines += ["", "| what was spent | A | B |", "| --- | --- | --- |"]
         lines += [f"| {title} | {in_digits(a)} | {in_digits(b)} |" for title, (a, b) in c.spent.items()]
-    lines += ["", f"Quality: {c.quality}", ""]
-    return lines + [f"* Not to be quoted as it is: {why}." for why in c.void]
+    return lines + ["", *(f"* Not to be quoted as it is: {why}." for why in c.void)]
+
+
+def quality_lines(of: Comparison | SetResult) -> list[str]:
+    """A line a verdict, then every figure of them in one table, beside its limit."""
+    found = of.quality if isinstance(of, SetResult) else [of.quality or SPEED_ONLY]
+    lines = [f"* Quality, {v.judged}: {v.summary}" if v.judged else f"Quality: {v.summary}" for v in found]
+    if not any(v.figures for v in found):
+        return lines
+    lines += ["", f"| judged | {' | '.join(HEADER)} |", "|" + " --- |" * (len(HEADER) + 1)]
+    return lines + [f"| {v.judged} | {' | '.join(f.cells)} |" for v in found for f in v.figures]
 
 
 def relative(found: Paired) -> str:
@@ -96,14 +109,14 @@ def _prediction(c: Comparison) -> str:
     return f"Predicted: {e.of}, B over A, {in_digits(e.ratio)} ({e.formula}); observed {observed}."
 
 
-def set_markdown(result: SetResult) -> str:
-    """One table: an arm a row, prefill and decode apart; then by group; then each step of the way attributed."""
+def set_markdown(result: SetResult, quality: bool = True) -> str:
+    """One table: an arm a row, prefill and decode apart; by group; quality, unless left out; each step attributed."""
     heads = list(COLUMNS)
     lines = [f"## {result.arms.name}", "", f"Flags of all arms: {' '.join(result.arms.both)}", ""]
     lines += [f"| arm | {' | '.join(heads)} | quality |", "|" + " --- |" * (len(heads) + 2)]
     for (name, _), reports, said in zip(result.arms.arms, result.reports, result.quality):
         cells = [_mean([at_path(r, path) for r in reports]) for path in COLUMNS.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} | {said.partition(':')[0]} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {said.outcome} |")
     groups = result.groups()
     if groups:
         names = [name for name, _ in result.arms.arms]
@@ -111,9 +124,7 @@ def set_markdown(result: SetResult) -> str:
         for group, by_arm in groups.items():
             cells = [" / ".join(_mean(by_arm[n][k]) for k in ("ttft_ms", "tpot_ms")) for n in names if n in by_arm]
             lines.append(f"| {group} | {' | '.join(cells)} |")
-    lines.append("")
-    for (name, _), said in zip(result.arms.arms, result.quality):
-        lines.append(f"* {name}: {said}")
+    lines += ["", *(quality_lines(result) if quality else ())]
     for step in result.steps:
         lines += ["", f"### {step.knob}", *_comparison(step)]
     return "\n".join(lines) + "\n"

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from steelyard.bench.ablate_text import SetResult
     from steelyard.bench.arms import ArmSet, Knob
     from steelyard.bench.expect import Expected
+    from steelyard.core.verdict import Verdict
 
 _ADDRESS = re.compile(r"^steelyard: .* on (http://\S+)$")
 START_LIMIT_S = 600.0
-SPEED_ONLY = "speed only: random weights say nothing of answers"
+RANDOM_WEIGHTS = "speed only: random weights say nothing of answers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="NAME", help=f"several arms in one table: {', '.join(SETS)}")
     add("--pairs", type=whole(1), default=3, metavar="N", help="runs of each arm, interleaved (default: 3)")
     add("--serve-args", default="", metavar="FLAGS", help="for every arm, such as '--max-num-seqs 8'")
-    add("--quality", action="store_true", help="judge answers of each arm against the last's beside the speed")
+    add("--quality", action="store_true", help="judge answers too: B's against A's, a set's against its last arm's")
     add("--quality-tasks", type=whole(1), default=96, metavar="N", help="of --quality")
     add("--plan-model", metavar="MODEL", help="with --plan-device: predict each difference before it is measured")
     add("--plan-device", metavar="DEVICE", help="such as H200, or a .toml file")
@@ -125,8 +126,9 @@ class _Ablation:
 
         for knob in knobs:
             arms = {"A": (*knob.both, *knob.a), "B": (*knob.both, *knob.b)}
-            reports, quality = await self._arms(knob.name, arms)
-            judged = replace(compare(knob, *reports), quality=quality[0])
+            reports = await self._arms(knob.name, arms)
+            _, quality = await self._quality(arms, "A")
+            judged = replace(compare(knob, *reports), quality=quality)
             self.found.append(replace(judged, expected=self._expected(knob.name, reports[0])))
         for arms_of_set in sets:
             self.tables.append(await self._set(arms_of_set))
@@ -136,13 +138,12 @@ class _Ablation:
         from steelyard.bench.ablate_text import SetResult
 
         flags = {name: (*arms.both, *own) for name, own in arms.arms}
-        reports, quality = await self._arms(arms.name, flags)
+        reports = await self._arms(arms.name, flags)
         steps = [compare(k, a, b) for k, a, b in zip(arms.knobs(), reports, reports[1:])]
-        steps = [replace(step, quality=said) for step, said in zip(steps, quality)]
-        return SetResult(arms, reports, steps, quality)
+        return SetResult(arms, reports, steps, await self._quality(flags, arms.arms[-1][0]))
 
-    async def _arms(self, title: str, arms: Mapping[str, Sequence[str]]) -> tuple[list[list[Any]], list[str]]:
-        """(reports by arm, what is said of each arm's answers), runs interleaved."""
+    async def _arms(self, title: str, arms: Mapping[str, Sequence[str]]) -> list[list[Any]]:
+        """Reports by arm, runs interleaved."""
         from steelyard.bench.ablate import interleaved
 
         names = list(arms)
@@ -153,7 +154,7 @@ class _Ablation:
             print(f"{title}: run {pair + 1} of {self._args.pairs}, {names[at]}", file=sys.stderr, flush=True)
             report = await self._one(arms[names[at]], pair, f"{title}, {names[at]}, run {pair + 1}")
             found[at].append(report)
-        return found, await self._quality(list(arms.values()))
+        return found
 
     async def _one(self, flags: Sequence[str], pair: int, name: str) -> Any:
         """A fresh server, so that no arm inherits a cache; pairs share their seed."""
@@ -169,23 +170,26 @@ class _Ablation:
         self.reports[name] = result.report
         return result.report
 
-    async def _quality(self, arms: Sequence[Sequence[str]]) -> list[str]:
-        """What the gate says of each arm against the last, which is the engine as it is."""
+    async def _quality(self, arms: Mapping[str, Sequence[str]], base_name: str) -> list[Verdict]:
+        """What the gate says of each arm against the one named, in their order."""
+        from steelyard.bench.ablate_text import SPEED_ONLY
         from steelyard.cli.quality import judge_servers
+        from steelyard.core.verdict import Verdict
 
         shared, model = self._args.serve_args.split(), self._args.serve_model
-        if "dummy" in shared:
-            return [SPEED_ONLY] * len(arms)
-        if not self._args.quality:
-            return ["speed only"] * len(arms)
+        if "dummy" in shared or not self._args.quality:
+            return [Verdict(RANDOM_WEIGHTS) if "dummy" in shared else SPEED_ONLY] * len(arms)
         found = []
-        async with served(model, [*shared, *arms[-1]]) as base:
-            for flags in arms[:-1]:
-                print(f"quality: {' '.join(flags)}", file=sys.stderr, flush=True)
+        async with served(model, [*shared, *arms[base_name]]) as base:
+            for name, flags in arms.items():
+                if name == base_name:
+                    found.append(Verdict("the base of the others", judged=name))
+                    continue
+                print(f"quality: {name} against {base_name}", file=sys.stderr, flush=True)
                 async with served(model, [*shared, *flags]) as arm:
                     verdict, _, _ = await judge_servers(base, arm, num_tasks=self._args.quality_tasks)
-                found.append(f"{verdict.outcome}: {'; '.join(verdict.reasons)}")
-        return [*found, "the base of the others"]
+                found.append(replace(verdict, judged=f"{name} against {base_name}"))
+        return found
 
     def _expected(self, knob: str, reports: Sequence[Any]) -> Expected | None:
         """What plan expects at the rows that really ran; None without a model and a device."""

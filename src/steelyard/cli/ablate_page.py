@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from steelyard.bench.ablate import Comparison
-from steelyard.bench.ablate_text import SetResult, knobs_markdown, set_markdown
+from steelyard.bench.ablate_text import SetResult, knobs_markdown, quality_lines, set_markdown
 from steelyard.cli.bars_svg import bars, signed_bars
 from steelyard.cli.bench_page import STYLE, blocks_of
 
@@ -30,13 +30,13 @@ def page(knobs: Sequence[Comparison], sets: Sequence[SetResult], reports: Mappin
     ]
     for result in sets:
         parts.append(f"<h2>{html.escape(result.arms.name)}</h2>")
-        parts += _set_bars(result)
+        parts += [*_set_bars(result), _quality(result)]
         parts += [_attribution(step) for step in result.steps]
-        parts.append(f"<details><summary>Tables</summary>{blocks_of(set_markdown(result))}</details>")
+        parts.append(f"<details><summary>Tables</summary>{blocks_of(set_markdown(result, quality=False))}</details>")
     for c in knobs:
-        parts += [f"<h2>{html.escape(c.title)}</h2>", *_knob_bars(c), _attribution(c)]
+        parts += [f"<h2>{html.escape(c.title)}</h2>", *_knob_bars(c), _quality(c), _attribution(c)]
     if knobs:
-        parts.append(f"<details><summary>Tables</summary>{blocks_of(knobs_markdown(knobs))}</details>")
+        parts.append(f"<details><summary>Tables</summary>{blocks_of(knobs_markdown(knobs, quality=False))}</details>")
     return "\n".join([*parts, "</body></html>"])
 
 
@@ -77,12 +77,16 @@ def _knob_bars(c: Comparison) -> list[str]:
     return found
 
 
+def _quality(of: Comparison | SetResult) -> str:
+    return blocks_of("\n".join(quality_lines(of)))
+
+
 def _attribution(c: Comparison) -> str:
     if not c.attribution:
         return "<p>No attribution: the server keeps no ledger.</p>"
     rows = [*c.attribution.items(), ("residual, in no account", c.residual_ms or 0.0)]
     svg = signed_bars(rows, f"{c.knob}: milliseconds a request by account", "ms")
-    said = f"{c.knob}: where a request's time went, B less A, mean over requests. Quality: {c.quality}"
+    said = f"{c.knob}: where a request's time went, B less A, mean over requests"
     if c.void:
         said += f". Not to be quoted as it is: {'; '.join(c.void)}"
     return _figure(svg, said)

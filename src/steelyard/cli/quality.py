@@ -9,12 +9,14 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from steelyard.cli.plan_text import table
 from steelyard.cli.values import url, whole
+from steelyard.core.verdict import HEADER
 from steelyard.errors import RequestFailed
 
 if TYPE_CHECKING:
+    from steelyard.core.verdict import Verdict
     from steelyard.quality.compare import Answer, Distance, Scored
-    from steelyard.quality.gate import Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the verdict. Exit status 1: it did not pass."""
+    """Print the verdict and every figure with its limit. Exit status 1: it did not pass."""
     options = {"model": args.model, "num_tasks": args.tasks, "at_once": args.at_once, "top": args.top}
     verdict, arm, noise = asyncio.run(judge_servers(args.base, args.arm, seed=args.seed, **options))
     if args.json:
         print(json.dumps({"verdict": asdict(verdict), "arm": asdict(arm), "noise": asdict(noise)}))
     else:
-        print(f"{verdict.outcome}\n" + "".join(f"  {reason}\n" for reason in verdict.reasons), end="")
+        rows = [figure.cells for figure in verdict.figures]
+        print("\n".join([verdict.summary, *table(HEADER, rows)]))
     return 0 if verdict.passed else 1
 
 

@@ -62,6 +62,7 @@ class Distance:
     only_a: int
     only_b: int
     mcnemar_p: float
+    num_tasks: int
 
 
 def distance(
@@ -85,6 +86,7 @@ def distance(
         only_a=only_a,
         only_b=only_b,
         mcnemar_p=mcnemar(only_a, only_b),
+        num_tasks=len(right),
     )
 
 
