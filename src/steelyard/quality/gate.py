@@ -57,7 +57,8 @@ def _perplexity(arm: Distance, noise: Distance) -> Iterator[Held]:
         known = floor.get(bucket.start)
         until = "on" if after is None else f"to {after.start - 1}"
         most = max(known or 0.0, PERPLEXITY_LIMIT)
-        yield _held(f"{_PERPLEXITY}, positions {bucket.start} {until}", bucket.ratio - 1.0, (None, most), known, "+z.2%")
+        name = f"{_PERPLEXITY}, positions {bucket.start} {until}"
+        yield _held(name, bucket.ratio - 1.0, (None, most), known, "+z.2%")
     if not arm.buckets:
         yield _held(_PERPLEXITY, None, (None, PERPLEXITY_LIMIT), None, "+z.2%")
 
