@@ -80,6 +80,11 @@ class KvPool:
             self.host = HostPool(self.pools, slots_in(space_bytes, self.pools))
 
     @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Usable blocks of each group: all but the null block."""
+        return tuple(pool.shape[0] - 1 for pool in self.pools)
+
+    @property
     def num_host_blocks(self) -> tuple[int, ...]:
         """Slots of each group's host tier; empty where there is none."""
         return () if self.host is None else self.host.num_slots

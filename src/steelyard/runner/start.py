@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from steelyard.checkpoint.entry import Checkpoint
-from steelyard.core.step import MemoryTerms, Runner, RunnerCaps
+from steelyard.core.step import MemoryTerms, Runner
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.cpu import CpuBackend
 from steelyard.kernels.invariant import InvariantBackend
@@ -22,7 +22,8 @@ from steelyard.models.load import dummy_weights, load_weights
 from steelyard.plan.defaults import BY_DEVICE
 from steelyard.plan.memory import MemoryBudget, activation_peak_bytes
 from steelyard.runner.bounded import bounded_config, model_shape
-from steelyard.runner.kv import KvPool, available_bytes, kv_layout, size_pool
+from steelyard.runner.caps import caps_of
+from steelyard.runner.kv import KvPool, available_bytes, size_pool
 from steelyard.runner.kv_scales import kv_scales
 from steelyard.runner.options import (
     RunnerOptions,
@@ -80,21 +81,7 @@ def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchR
         empty = torch.empty(0, dtype=kv_dtype, device=device)
         kv = KvPool(config, num_blocks, limits.block_size, empty, scales)
         kv.add_host(options.swap_space_bytes)
-    caps = RunnerCaps(
-        block_size=limits.block_size,
-        num_blocks=num_blocks,
-        groups=shape.kv_groups(),
-        max_rows=limits.max_rows,
-        max_model_len=limits.max_model_len,
-        max_batched_tokens=limits.max_batched_tokens,
-        vocab_size=shape.vocab_size,
-        overlaps=limits.overlaps,
-        checks_drafts=not limits.overlaps,
-        fingerprint=checkpoint.fingerprint,
-        kv_layout=kv_layout(dtype, kv_dtype, limits.block_size, config),
-        num_host_blocks=kv.num_host_blocks,
-        host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
-    )
+    caps = caps_of(checkpoint, shape, decoder, kv, limits)
     runner = TorchRunner(decoder, kv, caps, limits, checkpoint.eos_token_ids)
     terms = _terms(budget, kv.nbytes, context_bytes)
     runner.memory_terms = lambda: terms

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from steelyard.checkpoint.entry import Checkpoint
-from steelyard.core.step import MemoryTerms, RunnerCaps
+from steelyard.core.step import MemoryTerms
 from steelyard.kernels.ahead import compile_ahead, count_kernels, keep_kernels, launching_nothing
 from steelyard.kernels.backend import Backend
 from steelyard.kernels.gpu import Gpu, gpu_of
@@ -35,10 +35,11 @@ from steelyard.plan.captures import NOTHING, Buckets
 from steelyard.plan.defaults import ON_GPU
 from steelyard.plan.memory import MemoryBudget, graphs_bytes
 from steelyard.runner.bounded import bounded_config, model_shape
+from steelyard.runner.caps import caps_of
 from steelyard.runner.device import MAX_LOGIT_ROWS, DeviceStep, Shape
 from steelyard.runner.device_runner import DeviceRunner
 from steelyard.runner.graphs import FEW_TOKENS, Captures, Graph
-from steelyard.runner.kv import KvPool, kv_layout, size_pool
+from steelyard.runner.kv import KvPool, size_pool
 from steelyard.runner.kv_scales import Scales, calibrated, kv_scales, stored_scales
 from steelyard.runner.launched import Machine
 from steelyard.runner.options import RunnerOptions, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_limits
@@ -231,7 +232,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         graphs = start.capture(buckets)
     left_bytes = phases.free_bytes()
     captured_bytes = before - left_bytes
-    caps = _caps(start, kv, num_blocks)
+    caps = caps_of(checkpoint, start.shape, start.decoder, kv, limits)
     machine = Machine(start.decoder, kv, start.rows, start.step, buckets, graphs)
     runner = DeviceRunner(machine, caps, checkpoint.eos_token_ids)
     terms = _terms(budget, kv.nbytes, captured_bytes, left_bytes, start.slack_bytes)
@@ -247,24 +248,6 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
         phases.table(),
     )
     return runner
-
-
-def _caps(start: DeviceStart, kv: KvPool, num_blocks: tuple[int, ...]) -> RunnerCaps:
-    return RunnerCaps(
-        block_size=start.limits.block_size,
-        num_blocks=num_blocks,
-        groups=start.shape.kv_groups(),
-        max_rows=start.limits.max_rows,
-        max_model_len=start.limits.max_model_len,
-        max_batched_tokens=start.limits.max_batched_tokens,
-        vocab_size=start.shape.vocab_size,
-        overlaps=start.limits.overlaps,
-        checks_drafts=not start.limits.overlaps,
-        fingerprint=start.checkpoint.fingerprint,
-        kv_layout=kv_layout(start.dtype, start.kv_dtype, start.limits.block_size, start.config),
-        num_host_blocks=kv.num_host_blocks,
-        host_bandwidth=0.0 if kv.host is None else kv.host.bandwidth,
-    )
 
 
 def make_backend(config: DecoderConfig, start: DeviceStart) -> tuple[Backend, Callable[[bool], None]]:
