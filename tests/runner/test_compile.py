@@ -16,11 +16,17 @@ import pytest
 import torch
 from triton import knobs
 
+from steelyard.checkpoint.find import open_checkpoint
+from steelyard.cli import doctor
 from steelyard.cli.main import main
+from steelyard.config import EngineConfig
+from steelyard.engine.build import runner_options
 from steelyard.errors import StartError
 from steelyard.kernels.ahead import KernelCache, Kernels, keep_kernels, kept_in, launching_nothing
 from steelyard.kernels.gpu import gpu_of_arch
+from steelyard.runner import start_device
 from steelyard.runner.options import RunnerOptions, resolve_kv_dtype
+from tests import tiny_model
 from tests.runner.compile_cases import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +138,28 @@ def test_kernels_are_counted_once_and_one_that_comes_late_is_told(caplog: pytest
         assert not caplog.records
         kernels(metadata={"hash": "c", "name": "kernel c"}, cache_hit=False)
     assert "kernel c was compiled while serving" in caplog.text
+
+
+@pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.usefixtures("kept")
+def test_a_late_kernel_is_told_where_requests_wait_for_it_and_nowhere_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    kernels = Kernels()
+    monkeypatch.setattr(start_device, "count_kernels", lambda: kernels)
+    checkpoint = open_checkpoint(str(tiny_model.write(tmp_path / "tiny")))
+    options = RunnerOptions(device="cpu", backend="reference", num_gpu_blocks_override=4, max_num_seqs=1, serves=serves)
+    start_device.start_device_runner(checkpoint, options)
+    kernels(metadata={"hash": "a", "name": "late"}, cache_hit=False)
+    assert ("kernel late was compiled while serving" in caplog.text) == serves
+
+
+def test_an_engine_serves_and_the_doctor_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[RunnerOptions] = []
+    monkeypatch.setattr("steelyard.runner.start.start_runner", lambda checkpoint, options: given.append(options))
+    calls, trouble = doctor._model_calls(str(tiny_model.write(tmp_path / "tiny")), torch.device("cpu"))
+    assert trouble == "" and len(calls) == 2 and [options.serves for options in given] == [False]
+    assert runner_options(EngineConfig()).serves
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def runner_options(config: EngineConfig) -> RunnerOptions:
         attention_backend=config.attention_backend,
         whole_prompts=config.whole_prompts,
         kernel_cache=config.kernel_cache,
+        serves=True,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_window=config.kv_window,
         kv_sinks=config.kv_sinks,

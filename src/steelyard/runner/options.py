@@ -30,6 +30,7 @@ class RunnerOptions:
     kv_window, kv_sinks  attention sees the latest kv_window positions and the first kv_sinks; None: all
     kernel_cache  a folder of compiled kernels; None: Triton's own
     whole_prompts  a step must be able to hold a request of the full context
+    serves  requests wait once it has started: a kernel that is compiled only then is warned of
     """
 
     dtype: str = "auto"
@@ -53,6 +54,7 @@ class RunnerOptions:
     kv_window: int | None = None
     kv_sinks: int | None = None
     kernel_cache: str | None = None
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,20 @@ class Limits:
     max_batched_tokens: int
     block_size: int
     overlaps: bool
+
+
+GPU_ONLY = {
+    "kernel_cache": ("--kernel-cache", "kernels are compiled for GPUs"),
+    "enforce_eager": ("--enforce-eager", "CUDA graphs are captured on GPUs"),
+}
+"""Options that a CPU's start does not read: the flag, and why."""
+
+
+def say_unused(options: RunnerOptions) -> None:
+    """Warn of every option that was given and has no effect on a CPU, in a line each."""
+    for name, (flag, why) in GPU_ONLY.items():
+        if getattr(options, name):
+            _log.warning("%s is not used: %s, and this model runs on a CPU", flag, why)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -32,6 +32,7 @@ from steelyard.runner.options import (
     resolve_dtype,
     resolve_kv_dtype,
     resolve_limits,
+    say_unused,
 )
 from steelyard.runner.phases import Phases, resident_bytes
 from steelyard.runner.runner import TorchRunner
@@ -53,6 +54,7 @@ def start_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Runner:
 
 def start_torch_runner(checkpoint: Checkpoint, options: RunnerOptions) -> TorchRunner:
     """A runner for a CPU: shapes are exact, and launching is computing."""
+    say_unused(options)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, {entry.kind for entry in checkpoint.tensors.values()})
     shape = model_shape(checkpoint.config, options.kv_window, options.kv_sinks)

@@ -239,7 +239,7 @@ def start_device_runner(checkpoint: Checkpoint, options: RunnerOptions) -> Devic
     runner.memory_terms = lambda: terms
     runner.start_seconds = dict(phases.seconds)
     runner.kernels = kernels.counts
-    kernels.is_serving = True
+    kernels.is_serving = options.serves
     _log.info("kernels: %s", kernels)
     _log.info(
         "%s attention (prompts: %s); %d graphs (%.2f GiB), steps of up to %d tokens in one; start: %s",
