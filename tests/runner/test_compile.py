@@ -112,6 +112,46 @@ def test_a_file_that_is_not_as_it_was_put_is_made_again_and_said(
     assert [r.message.partition(" of ")[0] for r in caplog.records] == [file if file == "launcher.so" else "k.json"]
 
 
+@pytest.mark.usefixtures("kept")
+def test_what_a_killed_process_left_half_put_is_removed_and_what_a_living_one_puts_stays(tmp_path: Path) -> None:
+    keep_kernels(str(tmp_path))
+    whole = Path(KernelCache("key").put("whole", "k.json"))
+    code = """import os, sys
+from steelyard.kernels.ahead import KernelCache, keep_kernels
+keep_kernels(sys.argv[1])
+os.replace = lambda *paths: os.kill(os.getpid(), 9)
+KernelCache("key").put("half", "k.json")
+"""
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=False)
+    left = list(tmp_path.glob("*/tmp.pid_*/k.json"))
+    assert killed.returncode == -9 and [path.read_text() for path in left] == ["half"]
+    living = [tmp_path / "key" / f"tmp.pid_{pid}_x" for pid in (os.getpid(), 1)]
+    others = [tmp_path / "key" / name for name in ("tmp.pid_x_y", "tmp.pid_")]
+    for path in (*living, *others):
+        path.mkdir()
+    keep_kernels(str(tmp_path))
+    assert not left[0].exists() and all(path.is_dir() for path in (*living, *others))
+    assert whole.read_text() == "whole"
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_put_whose_folder_another_machine_took_for_a_dead_process_s_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_kernels(str(tmp_path))
+    cache, replaced = KernelCache("key"), os.replace
+
+    def cleaned_once(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "replace", replaced)
+        Path(source).unlink()
+        Path(source).parent.rmdir()
+        replaced(source, target)
+
+    monkeypatch.setattr(os, "replace", cleaned_once)
+    assert Path(cache.put("whole", "k.json")).read_text() == "whole"
+    assert os.replace is replaced and not list(tmp_path.glob("*/tmp.pid_*"))
+
+
 def test_launchers_of_another_triton_are_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.delattr("triton.backends.nvidia.driver.make_launcher")

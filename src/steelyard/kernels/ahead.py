@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -40,6 +41,7 @@ from steelyard.errors import StartError, reason
 from steelyard.kernels.gpu import SHARED_BYTES, Gpu
 
 _log = logging.getLogger(__name__)
+_ABOUT_TO_PUT = "tmp.pid_"
 
 
 class KernelCache(FileCacheManager):
@@ -81,7 +83,10 @@ class KernelCache(FileCacheManager):
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         with _told():
-            at = str(super().put(data, filename, binary))
+            try:
+                at = str(super().put(data, filename, binary))
+            except FileNotFoundError:  # taken for a dead process's: a machine that shares the folder knows none of ours
+                at = str(super().put(data, filename, binary))
             if filename.endswith(".so"):
                 super().put(_sha256(Path(at)), f"{filename}.sha256", binary=False)
             return at
@@ -106,6 +111,8 @@ def _told() -> Iterator[None]:
 def keep_kernels(folder: str | None, only_binaries: bool = False) -> None:
     """From here on this process keeps and looks for compiled kernels in `folder`; None: where it did.
 
+    What a process that was killed left half put in a named folder is removed.
+
     `only_binaries`: without the compiler's steps between source and binary, nine tenths of the bytes.
     """
     if only_binaries:
@@ -113,6 +120,26 @@ def keep_kernels(folder: str | None, only_binaries: bool = False) -> None:
     if folder is not None:
         knobs.cache.dir = str(Path(folder).resolve())
         knobs.cache.manager_class = KernelCache
+        _clean(Path(knobs.cache.dir))
+
+
+def _clean(folder: Path) -> None:
+    """Remove what processes that are gone were about to put: folders in a kernel's own, named by their process."""
+    for left in folder.glob(f"*/{_ABOUT_TO_PUT}*_*"):
+        pid = left.name.removeprefix(_ABOUT_TO_PUT).partition("_")[0]
+        if pid.isdecimal() and _is_gone(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether this machine has no such process."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def kept_in() -> Path:
