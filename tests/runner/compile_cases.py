@@ -75,6 +75,17 @@ def started(case: str, model: Any, options: RunnerOptions) -> None:
     say(case, kernels.compiled.values(), kernels.found.values(), launchers=len(set(launchers)), graphs=len(graphs))
 
 
+def stepped(case: str, model: Any, options: RunnerOptions) -> None:
+    """Steps of every size and nothing of a start: what requests alone need."""
+    keep_kernels(options.kernel_cache)
+    kernels = count_kernels()
+    with launching_nothing(GPU, is_here=False):
+        start = start_device.DeviceStart(model, options, GPU)
+        start.pool((MANY_BLOCKS,) * len(start.shape.kv_groups()))
+        every_size(start)
+    say(case, kernels.compiled.values(), kernels.found.values())
+
+
 def every_size(start: start_device.DeviceStart) -> None:
     """Steps that no bucket was captured for, which run as they come."""
     max_rows = start.limits.max_rows
@@ -85,6 +96,8 @@ def every_size(start: start_device.DeviceStart) -> None:
     for rows in range(1, max_rows + 1):
         for cut in (True, False):
             start.step.head(rows, cut)
+    for cut in (True, False):
+        start.choose(cut)
 
 
 def main(folder: Path) -> None:
@@ -101,6 +114,10 @@ def main(folder: Path) -> None:
     compiled("fp8", model, fp8)
     started("start with fp8", model, fp8)
     compiled("blocks of 32", model, replace(options, block_size=32))
+    for name in ("sdpa", "naive"):
+        plain = replace(options, attention_backend=name)
+        compiled(name, model, plain)
+        stepped(f"steps with {name}", model, plain)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,39 @@ def test_a_start_and_steps_of_every_size_compile_nothing_and_need_no_less_than_w
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdpa", "naive"])
+def test_an_attention_without_kernels_gets_exactly_those_that_its_steps_launch(
+    cases: dict[str, Any], name: str
+) -> None:
+    made = Counter(cases[name]["compiled"]) + Counter(cases[name]["found"])
+    steps = cases[f"steps with {name}"]
+    assert steps["compiled"] == {} and steps["found"] == made
+    assert "rms_norm_rows" in made and not {"prefill", "prefill_hopper", "decode"} & made.keys()
+
+
+def test_a_kernel_s_key_does_not_tell_which_was_launched_first() -> None:
+    code = """from steelyard.kernels import ahead, triton_linear
+from steelyard.kernels.triton_act import activate, gated_rows
+linear = next(f for f in vars(triton_linear).values() if getattr(f, "__name__", "") == "row_linear")
+for settled in (False, True):
+    for order in ((gated_rows, linear), (linear, gated_rows)):
+        for function in (activate, gated_rows, linear):
+            function.hash, function.used_global_vals = None, {}
+        if settled:
+            ahead.keep_kernels(None)
+        keys = {function.__name__: function.cache_key for function in order}
+        print(keys["gated_rows"], keys["row_linear"])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    as_it_comes, turned, *settled = [line.split() for line in done.stdout.splitlines()]
+    assert as_it_comes[0] != turned[0] and as_it_comes[1] != turned[1], "Triton's keys no longer depend on the order"
+    assert settled[0] == settled[1]
+
+
+@pytest.mark.slow
 def test_flags_that_change_kernels_need_others_and_share_the_rest(cases: dict[str, Any]) -> None:
     for case, changed in (("fp8", "prefill"), ("blocks of 32", "prefill_hopper")):
         assert changed in cases[case]["compiled"] and "rms_norm_rows" not in cases[case]["compiled"]

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,12 +37,14 @@ from triton.backends.nvidia import driver as nvidia
 from triton.errors import TritonError
 from triton.runtime import build, driver
 from triton.runtime.cache import FileCacheManager, get_cache_manager
+from triton.runtime.jit import JITCallable
 
 from steelyard.errors import StartError, reason
 from steelyard.kernels.gpu import SHARED_BYTES, Gpu
 
 _log = logging.getLogger(__name__)
 _ABOUT_TO_PUT = "tmp.pid_"
+_OURS = "steelyard.kernels."
 
 
 class KernelCache(FileCacheManager):
@@ -115,12 +118,36 @@ def keep_kernels(folder: str | None, only_binaries: bool = False) -> None:
 
     `only_binaries`: without the compiler's steps between source and binary, nine tenths of the bytes.
     """
+    _settle_keys()
     if only_binaries:
         knobs.compilation.store_binary_only = True
     if folder is not None:
         knobs.cache.dir = str(Path(folder).resolve())
         knobs.cache.manager_class = KernelCache
         _clean(Path(knobs.cache.dir))
+
+
+def _settle_keys() -> None:
+    """Have the keys of our kernels' sources made, each after those of the functions that it calls.
+
+    Triton makes a key when a kernel is first launched, and puts in it the globals of those callees alone that have
+    theirs by then: of two kernels that share a callee, each key would tell which of them was launched first.
+    """
+    done: set[int] = set()
+
+    def settle(function: JITCallable) -> None:
+        if id(function) in done:
+            return
+        done.add(id(function))
+        for name in function.fn.__code__.co_names:
+            if isinstance(called := function.__globals__.get(name), JITCallable):
+                settle(called)
+        function.cache_key  # noqa: B018  made when it is first asked for
+
+    for module in [m for name, m in sys.modules.items() if name.startswith(_OURS)]:
+        for found in list(vars(module).values()):
+            if isinstance(found, JITCallable) and found.fn.__module__.startswith(_OURS):
+                settle(found)
 
 
 def _clean(folder: Path) -> None:
