@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from steelyard.bench.ablate import attribute, compare, interleaved
-from steelyard.bench.ablate_text import SetResult, knobs_markdown, set_markdown
+from steelyard.bench.ablate_text import SetResult, knobs_markdown, quality_lines, set_markdown
 from steelyard.bench.arms import KNOBS, SETS, knobs_named, sets_named
 from steelyard.bench.expect import Load, expected
 from steelyard.bench.floor import roofline_of
@@ -152,6 +152,12 @@ def judged(outcome: str) -> Verdict:
     value, held = (0.95, "fail") if outcome == "fail" else (0.99, "pass")
     figure = Held("top-1 agreement", value, 0.98, None, 1.0, ".1%", cast(Outcome, held))
     return Verdict(outcome, (figure,), "this against that")
+
+
+def test_arms_that_were_not_judged_share_a_line() -> None:
+    arms = SETS["combinations"]
+    result = SetResult(arms, [[report(100.0, {})]] * 3, [], [Verdict("speed only")] * 3)
+    assert quality_lines(result) == ["Quality: speed only"]
 
 
 def test_a_knob_shows_each_figure_of_its_answers_beside_the_limit_once() -> None:

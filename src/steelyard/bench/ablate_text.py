@@ -83,9 +83,10 @@ def _comparison(c: Comparison) -> list[str]:
 
 
 def quality_lines(of: Comparison | SetResult) -> list[str]:
-    """A line a verdict, then every figure of them in one table, beside its limit."""
+    """A line a verdict, one for all that are alike, then every figure of them in one table, beside its limit."""
     found = of.quality if isinstance(of, SetResult) else [of.quality or SPEED_ONLY]
-    lines = [f"* Quality, {v.judged}: {v.summary}" if v.judged else f"Quality: {v.summary}" for v in found]
+    said = [f"* Quality, {v.judged}: {v.summary}" if v.judged else f"Quality: {v.summary}" for v in found]
+    lines = list(dict.fromkeys(said))
     if not any(v.figures for v in found):
         return lines
     lines += ["", f"| judged | {' | '.join(HEADER)} |", "|" + " --- |" * (len(HEADER) + 1)]
