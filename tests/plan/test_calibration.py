@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.plan.calibration import KEY_TILE, TERMS, Work, default_calibration, generic
+from steelyard.kernels.triton_tiles_linear import MAX_TILE_COLUMNS, MAX_TILE_TOKENS
+from steelyard.plan.calibration import FEW_COLUMNS, FEW_ROWS, KEY_TILE, TERMS, Work, default_calibration, generic
 from steelyard.plan.costs import Setup, decode, prefill
 from steelyard.plan.device import Ceilings
+from steelyard.plan.formats import weight_format
 from steelyard.plan.roofline import Roofline, smooth_max
 from tests.plan.setups import exact, make_roofline
 from tests.plan.test_fit import TRUE
@@ -47,6 +49,21 @@ def test_one_row_alone_pays_a_share_of_the_fixed_cost() -> None:
     assert TRUE.terms(ROOF, decode(1, 100))["step"] == pytest.approx(0.6 * 4e-4)
     for step in (decode(2, 100), prefill(100), (*decode(1, 100), *prefill(2))):
         assert TRUE.terms(ROOF, step)["step"] == 4e-4
+
+
+def test_a_few_rows_of_a_small_model_on_a_gpu_pay_half_of_what_one_row_saves() -> None:
+    small = make_roofline("qwen3-0.6b", "H200")
+    for rows, share in ((1, 0.6), (2, 0.8), (FEW_ROWS, 0.8), (FEW_ROWS + 1, 1.0)):
+        assert TRUE.terms(small, decode(rows, 100))["step"] == pytest.approx(share * 4e-4), rows
+    setup = small.setup
+    processor = replace(setup.device, bf16_flops=2e12)
+    for other in (replace(setup, device=processor), replace(setup, weights=weight_format("float16"))):
+        assert TRUE.terms(Roofline(other), decode(2, 100))["step"] == 4e-4
+
+
+def test_few_rows_are_those_that_the_kernels_take() -> None:
+    assert (FEW_ROWS, FEW_COLUMNS) == (MAX_TILE_TOKENS, MAX_TILE_COLUMNS)
+    assert make_roofline("qwen3-0.6b").setup.shape.widest == 3072 and ROOF.setup.shape.widest == 14336
 
 
 def test_keys_are_read_in_whole_tiles() -> None:

@@ -69,6 +69,17 @@ def test_steps_and_throughput_of_workloads_it_has_not_seen_are_within_ten_percen
         assert abs(e.throughput) <= WITHIN, name
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_steps_of_any_number_of_rows_are_within_ten_percent(model: str, rows: int) -> None:
+    """The batch curve, whose few rows no workload has: those of the small model go through tiles."""
+    roofline, calibration = fitted(model)
+    points = [r for r in read_records(RESULTS / "h200-steps.jsonl") if r.workload == f"{model} batch {rows}"]
+    full = [r for r in points if sum(c.count for c in r.chunks) == rows and all(c.num_new == 1 for c in r.chunks)]
+    assert len(full) >= 5
+    assert abs(evaluate(roofline, calibration, full)[f"{model} batch {rows}"].total) <= WITHIN
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_workloads_it_was_fitted_on_are_within_ten_percent(model: str) -> None:
     roofline, calibration = fitted(model)
@@ -131,7 +142,7 @@ def test_replayed_steps_make_every_token() -> None:
 @pytest.mark.parametrize("name", case_names("offline"))
 def test_throughput_of_a_whole_run_follows_from_its_lengths(model: str, name: str) -> None:
     """Wall time of the run, host and all, from prompt and output lengths and the fit: nothing of the run is shown."""
-    rows = json.loads((RESULTS / "h200-steps-runs.json").read_text())  # of the run that the records are of
+    rows = json.loads((RESULTS / "h200.json").read_text())
     (row,) = [r for r in rows if (r.get("model"), r.get("case")) == (model, name)]
     roofline, calibration = fitted(model)
     case = find_case(name)

@@ -105,6 +105,12 @@ class ModelShape:
         return sum(w.num_elements for w in self.decoder.ends if w.name == "embed_positions")
 
     @property
+    def widest(self) -> int:
+        """Columns of the widest matrix inside the layers."""
+        inward = (w for layer in self.layers for w in layer.weights if w.name in ("o_proj", "down_proj"))
+        return max(self.hidden_size, *(w.num_elements // self.hidden_size for w in inward))
+
+    @property
     def head_parameters(self) -> int:
         """Elements of the matrix from hidden state to logits, whether or not it is the embedding again."""
         return self.vocab_size * self.hidden_size
