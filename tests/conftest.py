@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -20,6 +21,8 @@ _left_out: dict[str, list[str]] = {"gpu": [], "slow": []}
 def pytest_configure() -> None:
     """A shell starts what it sends to the background with SIGINT ignored, and processes inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.register_profile("steady", derandomize=True, deadline=None)  # the same examples in every run
+    settings.load_profile("steady")
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

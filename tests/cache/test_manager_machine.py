@@ -201,10 +201,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 class TestManagerMachine(ManagerMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+    settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestManagerMachineLong(ManagerMachine.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=80, deadline=None, derandomize=True)
+    settings = settings(max_examples=1000, stateful_step_count=80)

@@ -158,7 +158,7 @@ def test_the_laws_hold_over_windows_forks_preemption_and_overlap(overlap: bool, 
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.booleans(), st.sampled_from(sorted(LAYERS)), st.integers(0, 2**32))
 def test_the_laws_hold_in_any_storm(overlap: bool, layers: str, seed: int) -> None:
     all_laws(overlap, layers, seed)

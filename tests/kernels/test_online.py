@@ -124,7 +124,7 @@ def test_finished_parts_merge_from_their_log_sum_exp() -> None:
         np.testing.assert_allclose(lse, want_lse, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(
     lengths=st.tuples(st.integers(1, 20), st.integers(1, 40)),
     group=st.integers(1, 3),

@@ -107,7 +107,7 @@ def test_generic_coefficients_are_near_what_vllm_does_on_an_h200() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 16_000), st.integers(1, 300), st.integers(1, 16_000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_an_estimate_is_over_the_floor_and_grows_with_rows_and_context(
     rows: int, context: int, more_rows: int, more_context: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_an_estimate_is_over_the_floor_and_grows_with_rows_and_context(
 
 
 @given(st.integers(2, 8192), st.integers(1, 8192))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_estimate_grows_with_the_prompt(tokens: int, more: int) -> None:
     for calibration in (EXACT, TRUE, generic(ROOF)):
         low, high = (calibration.estimate(ROOF, prefill(n)) for n in (tokens, tokens + more))

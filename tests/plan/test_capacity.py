@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from steelyard.errors import StartError
@@ -49,10 +49,14 @@ class TestQueueing:
 
 
 @given(loads)
-@settings(max_examples=60, deadline=None)
+@example(Workload.of(3.0, 3545, 1500))  # a hair more than full steps reach
+@example(Workload.of(2.9, 3545, 1500))
+@settings(max_examples=60)
 def test_the_fixed_point_holds_and_littles_law_with_it(load: Workload) -> None:
     point = solve(SERVICE, load)
-    assert point is not None
+    if point is None:
+        assert SERVICE.at(load, SERVICE.full(load)).rate < load.rate
+        return
     assert point.rate == pytest.approx(load.rate, rel=1e-4)
     assert point.decoding == pytest.approx(load.rate * load.decode_steps * point.tpot_s, rel=1e-4)
     seen = latency(load, point, NONE)
@@ -63,7 +67,7 @@ def test_the_fixed_point_holds_and_littles_law_with_it(load: Workload) -> None:
 
 
 @given(loads, st.floats(1.05, 3.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_higher_rate_never_lowers_batch_or_latency(load: Workload, factor: float) -> None:
     near, far = solve(SERVICE, load), solve(SERVICE, replace(load, rate=load.rate * factor))
     if near is None or far is None:
@@ -122,7 +126,7 @@ def test_each_constraint_binds_where_it_is_made_tight(changed: dict[str, float],
 
 
 @given(st.floats(10, 100), st.floats(1.0, 2.0), st.integers(500, 5000), st.integers(10, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_more_memory_never_serves_less(kv_gib: float, factor: float, prompt: int, output: int) -> None:
     load = Workload.of(1.0, prompt, output)
     small, large = (make_service(kv_gib=g) for g in (kv_gib, kv_gib * factor))
@@ -131,7 +135,7 @@ def test_more_memory_never_serves_less(kv_gib: float, factor: float, prompt: int
 
 
 @given(st.floats(1.0, 1.5), st.sampled_from([Slo(), Slo(0.5, 0.05), Slo(tpot_s=0.02)]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_looser_targets_never_serve_less(factor: float, slo: Slo) -> None:
     load = Workload.of(1.0, 2048, 256)
     loose = Slo(slo.ttft_s and slo.ttft_s * factor, slo.tpot_s and slo.tpot_s * factor)

@@ -143,7 +143,7 @@ def test_data_that_cannot_tell_terms_apart_still_fits_itself() -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_efficiencies_are_those_of_a_machine_whatever_the_data(seed: int) -> None:
     rng = random.Random(seed)
     steps = [decode(rng.randint(1, 64), rng.randint(1, 4096)) for _ in range(12)]
@@ -156,7 +156,7 @@ def test_efficiencies_are_those_of_a_machine_whatever_the_data(seed: int) -> Non
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_linear_systems_are_solved(seed: int, size: int) -> None:
     rng = random.Random(seed)
     half = [[rng.uniform(-1, 1) for _ in range(size)] for _ in range(size)]

@@ -71,7 +71,7 @@ def test_first_fit_never_overlaps_and_takes_the_lowest_hole(events: list[tuple[i
     st.sampled_from([1, 4, 16]),
     st.sampled_from(POLICIES),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_slot_of_every_step_is_in_one_account(
     lengths: list[tuple[int, int]], capacity: int, block_size: int, policy: str
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_smaller_budget_shortens_the_gap_only_where_prompts_fill_it() -> None:
     prompt=st.integers(0, 4096),
     usage=st.none() | st.floats(0.01, 1.0),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_knob_is_predicted_to_hurt_by_more_than_rounding(
     knob: str, rows: int, context: int, waiting: int, prompt: int, usage: float | None
 ) -> None:

@@ -26,7 +26,7 @@ def test_tokens_beyond_one_a_row_are_one_rows_prompt() -> None:
 
 
 @given(st.integers(1, 256), st.integers(0, 4096), st.integers(1, 4096), st.integers(1, 512))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_more_tokens_never_take_less(rows: int, prompt: int, each: int, more: int) -> None:
     context = rows * each
     assert COST.step_ns(rows + prompt, rows, context) <= COST.step_ns(rows + prompt + more, rows, context)

@@ -188,7 +188,7 @@ def test_tensor_parallelism_divides_heads_and_matrices(tp: int) -> None:
 
 
 @given(st.sampled_from(PRESETS), st.sampled_from([2, 4, 8, 16]), st.integers(1, 200_000))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_ranks_together_hold_the_whole_model_and_no_rank_holds_more_than_its_part(
     name: str, tp: int, context_len: int
 ) -> None:

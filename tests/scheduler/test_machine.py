@@ -166,10 +166,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+    settings = settings(max_examples=120, stateful_step_count=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestSchedulerMachineLong(SchedulerMachine.TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None, derandomize=True)
+    settings = settings(max_examples=1500, stateful_step_count=80)

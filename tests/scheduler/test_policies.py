@@ -136,7 +136,7 @@ def test_equals_and_less_urgent_requests_displace_nobody() -> None:
     assert simulation.scheduler.counters.preemptions == 0
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     policy=st.sampled_from(POLICIES),
     overlap=st.booleans(),

@@ -54,9 +54,7 @@ def canary(served: Served) -> Any:
     return served.complete(temperature=0, max_tokens=5, return_token_ids=True).json()["choices"]
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(POSTS), body=st.dictionaries(FIELDS, JSON, max_size=5), typical=st.booleans())
 def test_no_json_gives_a_500(fuzzed: Served, path: str, body: dict[str, Any], typical: bool) -> None:
     base: dict[str, Any] = BASES.get(path, {}) if typical else {}
@@ -67,7 +65,7 @@ def test_no_json_gives_a_500(fuzzed: Served, path: str, body: dict[str, Any], ty
         check_error(response, response.status_code)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(POSTS), raw=st.binary(max_size=60))
 def test_no_bytes_give_a_500(fuzzed: Served, path: str, raw: bytes) -> None:
     check_error(fuzzed.http.post(path, content=raw))

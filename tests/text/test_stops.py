@@ -25,7 +25,7 @@ def longest_beginning(text: str, stops: tuple[str, ...]) -> int:
 
 
 @given(STOPS, st.lists(st.text("abc", max_size=6), max_size=8))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_the_first_completed_match_wins_however_the_text_is_cut(stops: tuple[str, ...], parts: list[str]) -> None:
     matcher, before = StopMatcher(stops), 0
     expected = first_completed("".join(parts), stops)
@@ -40,7 +40,7 @@ def test_the_first_completed_match_wins_however_the_text_is_cut(stops: tuple[str
 
 
 @given(STOPS, st.text("abc", max_size=12), st.text("abc", max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_unarmed_matches_are_passed_over_and_hold_nothing_back_for_themselves(
     stops: tuple[str, ...], early: str, late: str
 ) -> None:

@@ -201,7 +201,7 @@ def test_a_request_is_followed_in_all_its_parameters(byte_level: Tokenizer) -> N
     include=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_cut_of_any_answer_equals_the_text_up_to_its_first_stop_string(
     byte_level: Tokenizer, text: str, stops: tuple[str, ...], include: bool, data: st.DataObject
 ) -> None:
