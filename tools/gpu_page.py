@@ -177,6 +177,16 @@ def swap() -> str:
     return table((f"{r['model']}, {r['tokens']:,} tokens", "swap out and in, ms", "recompute, ms", "factor"), rows)
 
 
+def fair() -> str:
+    """Two tenants under two orders, each run a line."""
+    rows = []
+    for r in kept("h200-fair.json")["runs"]:
+        gaps = f"{r['largest_gap_ms'] / 1e3:.2f}", f"{r['bound_ms'] / 1e3:.1f}" if r["policy"] == "fair" else ""
+        rows.append((f"`{r['policy']}`", *gaps, f"{r['ttft_of_first_shorts_s']:.2f}", f"{r['tokens_per_s']:,.0f}"))
+    heads = ("order", "largest gap, s of device time", "bound, s", "TTFT of the first short ones, s", "tokens/s in all")
+    return table(heads, rows)
+
+
 def transformers() -> str:
     """Each claim of others with both figures of one run; a single request against the better of its two attentions."""
     results, rows = kept("h200-transformers.json"), []
@@ -241,7 +251,7 @@ def gradient() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, transformers, forward,
+        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, fair, transformers, forward,
         gradient,
     )
 }  # fmt: skip
