@@ -1,7 +1,7 @@
 """Two tenants on the real engine, `fair` against `fcfs`: whose device time it was, and if the order cost any speed.
 
     python3 benchmarks/h200_fair.py OUT [--model llama3-8b] [--rows 64] [--longs 400]
-    python3 benchmarks/h200_fair.py OUT --model tiny --device cpu --rows 4 --longs 80 --long 200 --budget 128    in seconds
+    python3 benchmarks/h200_fair.py OUT --model tiny --device cpu --rows 4 --longs 80 --long 200 --budget 128   quick
 
 Everything waits from the beginning: tenant "long" sends ten prompts of `--long` tokens for each prompt of tenant
 "short", 0.3 of that (over a quarter of the budget, or `fcfs` itself would let it pass), and "short" has as many

@@ -251,8 +251,8 @@ def gradient() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, fair, transformers, forward,
-        gradient,
+        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, fair, transformers,
+        forward, gradient,
     )
 }  # fmt: skip
 
