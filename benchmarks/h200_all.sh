@@ -3,7 +3,8 @@
 # Triton, transformers and this project's dependencies.     benchmarks/h200_all.sh OUT PART...
 #
 #   check    kernels, gradients, families, faults: `make test-gpu`, its files side by side     2 minutes
-#   small    fp8 KV against bf16, swap against recompute, two tenants, the doctor's report     4 minutes
+#   small    fp8 KV against bf16, swap against recompute, two tenants, rows of uneven lengths,
+#            the doctor's report                                                               6 minutes
 #   served   short-short over HTTP with 1, 2 and 4 front ends                                  3 minutes
 #   table    every workload three times, the batch curve, the host's time in a step            8 minutes
 #   peers    the same requests through transformers                                            3 minutes
@@ -45,6 +46,7 @@ small() {
     tail_lines=20
     timed fp8 python3 benchmarks/fp8_kv_gpu.py "$out"
     timed swap python3 benchmarks/h200_swap.py "$out"
+    timed ragged python3 benchmarks/ragged_gpu.py "$out"
     timed fair python3 benchmarks/h200_fair.py "$out"
     timed doctor python3 -m steelyard.cli.main doctor
 }

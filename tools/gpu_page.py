@@ -177,6 +177,16 @@ def swap() -> str:
     return table((f"{r['model']}, {r['tokens']:,} tokens", "swap out and in, ms", "recompute, ms", "factor"), rows)
 
 
+def ragged() -> str:
+    """Decode attention of 32 heads, rows of each kind of lengths: parts of even rows, and finer ones."""
+    rows = []
+    for r in kept("h200-ragged.json")["rows"]:
+        if r["heads"] == 32 and r["rows"] in (32, 64, 256):
+            times = (f"{r[key]:.0f}" for key in ("floor_us", "as_even_us", "finer_us"))
+            rows.append((f"{r['rows']} rows, {r['contexts']}", *times))
+    return table(("decode attention, contexts", "least, us", "parts as of even rows, us", "finer parts, us"), rows)
+
+
 def fair() -> str:
     """Two tenants under two orders, each run a line."""
     rows = []
@@ -251,8 +261,8 @@ def gradient() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, fair, transformers,
-        forward, gradient,
+        offline, single, start, curve, host, served, kernels, combinations, batching, fp8, swap, fair, ragged,
+        transformers, forward, gradient,
     )
 }  # fmt: skip
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 
 from steelyard.kernels.triton_attention import TritonAttention
 from steelyard.kernels.triton_configs import AttentionShape
+from steelyard.kernels.triton_plan import most_items
 from tests.kernels.paged import DEVICE, Layout, problem
 
 LAYOUT = Layout(num_heads=1, num_kv_heads=1, head_dim=64, block_size=16)
@@ -57,8 +61,29 @@ def test_decode_items_tile_every_rows_keys_in_order() -> None:
         assert at == count <= 5 + 8 and split > 0
 
 
-def test_a_full_machine_splits_only_rows_beyond_twice_the_mean() -> None:
-    for ctx, split in ((1500, False), (9000, True)):
-        attention = planned([(1, 1000), (1, 1000), (1, 1000), (1, ctx)], num_decode=4, target_programs=4)
-        parts = attention._rows.view(-1, 4)[:4, 1].tolist()
-        assert parts[:3] == [1, 1, 1] and (parts[3] > 1) == split
+@pytest.mark.parametrize(
+    ("ctxs", "parts"),
+    [
+        ((1000, 1000, 1000, 1200), (1, 1, 1, 1)),  # even: rows alone keep the machine busy
+        ((1000, 1000, 1000, 1500), (2, 2, 2, 3)),  # uneven: parts of 512, since contexts are short
+        ((100, 100, 100, 9000), (1, 1, 1, 16)),  # 9,300 keys for 16 parts
+        ((9000, 100), (4, 1)),  # two rows do not keep it busy: 4 parts share all keys, even or not
+    ],
+)
+def test_a_busy_machine_splits_rows_only_if_they_are_uneven(ctxs: tuple[int, ...], parts: tuple[int, ...]) -> None:
+    attention = planned([(1, ctx) for ctx in ctxs], num_decode=len(ctxs), target_programs=4)
+    assert tuple(attention._rows.view(-1, 4)[: len(ctxs), 1].tolist()) == parts
+
+
+def test_items_of_any_lengths_fit_the_table_and_cover_every_key() -> None:
+    rng = random.Random(7)
+    for case in range(60):
+        num_rows, top = rng.randint(1, 8), rng.choice((40, 400, 4000))
+        ctxs = [max(0, round(top * rng.random() ** rng.choice((0.1, 1, 8)))) for _ in range(num_rows)]
+        attention = planned([(1, ctx) for ctx in ctxs], num_decode=num_rows, target_programs=rng.randint(1, 8))
+        count = int(attention._counts[0])
+        assert count <= most_items(num_rows, attention._spread) == attention._num_items(num_rows), case
+        items = attention._items.view(-1, 8)[:count].tolist()
+        for row, ctx in enumerate(ctxs):
+            ends = [(lo, hi) for r, _, lo, hi, *_ in items if r == row]
+            assert [lo for lo, _ in ends] == [0, *(hi for _, hi in ends[:-1])] and ends[-1][1] == ctx, case

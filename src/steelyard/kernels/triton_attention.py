@@ -38,6 +38,7 @@ from steelyard.kernels.triton_plan import (
     ITEM_FIELDS,
     ROW_FIELDS,
     TILE_FIELDS,
+    most_items,
     plan_decode,
     plan_prefill,
 )
@@ -95,8 +96,8 @@ class TritonAttention:
         return f"triton, since the KV cache is {' and '.join(kinds)}" if kinds else "triton"
 
     def _allocate(self, device: torch.device) -> None:
-        shape, spread = self.shape, self._spread
-        num_windows, items = len(self._windows), shape.max_rows + spread
+        shape = self.shape
+        num_windows, items = len(self._windows), self._num_items(shape.max_rows)
 
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -119,11 +120,10 @@ class TritonAttention:
         assert rows <= shape.max_rows and batch.positions.shape[0] <= shape.max_tokens
         rb = power_of_two(max(shape.max_rows, 16))
         if batch.num_decode > 0:
-            items = rows + self._spread
-            full = -(-shape.target_programs // shape.num_kv_heads)
+            items = self._num_items(rows)
             plan_decode[(-(-items // ENTRIES), len(self._windows))](
                 self._items, self._rows, self._counts, self._window_lens, batch.q_start, batch.ctx_len, rows, items,
-                self._spread, full, RB=rb, TILE=decode_config(shape, rows).tile, BLOCK=ENTRIES,
+                self._spread, RB=rb, TILE=decode_config(shape, rows).tile, BLOCK=ENTRIES,
                 KEEP=shape.keep_first, num_warps=8,
             )  # fmt: skip
         if batch.num_decode < rows:
@@ -132,6 +132,9 @@ class TritonAttention:
                 2 if batch.num_decode > 0 else 1, RB=rb, TOKENS=self._prefill.tokens(shape.group), BLOCK=ENTRIES,
                 num_warps=8,
             )  # fmt: skip
+
+    def _num_items(self, rows: int) -> int:
+        return most_items(rows, self._spread)
 
     def _num_tiles(self, batch: Batch) -> int:
         """Tiles that the bucket's tokens and rows can make at most."""
@@ -155,7 +158,7 @@ class TritonAttention:
     def _decode(self, q: Tensor, kv: KvLayer, batch: Batch, spec: AttnSpec, out: Tensor, lse: Tensor | None) -> None:
         shape, rows = self.shape, batch.ctx_len.shape[0]
         config = decode_config(shape, rows)
-        which, items = self._windows.index(spec.window), rows + self._spread
+        which, items = self._windows.index(spec.window), self._num_items(rows)
         table, merge_last = batch.tables[spec.group], config.merge_last
         pdl = self._pdl and not merge_last
         common = self._heads(lse, pdl)
