@@ -93,6 +93,14 @@ def test_in_a_browser_every_bar_says_what_it_is_of(shared: Served) -> None:
         script = f"const div = document.createElement('div'); {drawn}"
         said = page.run(f"import('/static/draw.js').then((m) => {{ {script} }})")
         assert "\u2264 1 s" in said and "> 2 s" in said, "what lies beyond the last bound is above it"
+        cut = "return [...div.querySelectorAll('svg text')].map((t) => t.getBBox().x)"
+        for words in ("636 ms", "100.0 s", "999 \u00b5s"):
+            drawn = f"m.stepChart(div, [{{ span_ns: 9, device_ns: 9, gaps_ns: {{}}, tokens: {{}} }}], () => '{words}')"
+            script = f"const div = document.body.appendChild(document.createElement('div')); {drawn}; {cut}"
+            left = page.run(f"import('/static/draw.js').then((m) => {{ {script} }})")
+            assert len(left) == 3 and min(left) >= 0, f"{words} is cut at the left: {left}"
+        key = "document.getElementById('blocks-key').textContent"
+        assert page.run(key) == "cleancachedin useshared"
         assert page.errors == []
 
 

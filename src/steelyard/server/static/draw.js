@@ -1,7 +1,7 @@
 // Charts as SVG, a block map on a canvas, bars as boxes. Text is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const [W, H, LEFT, BOTTOM] = [420, 150, 44, 16];
+const [W, H, LEFT, BOTTOM] = [420, 150, 58, 16]; // LEFT holds "100.0 s" and "636 ms" in 11 px
 
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -124,10 +124,12 @@ export function stepChart(into, steps, duration) {
   );
 }
 
-export function blockMap(canvas, { cells }) {
+const BLOCKS = [["clean", "--line"], ["cached", "--faint"], ["in use", "--accent"], ["shared", "--ink"]];
+
+export function blockMap(canvas, key, { cells }) {
   const style = getComputedStyle(document.documentElement);
-  const [line, faint, accent, ink] = ["--line", "--faint", "--accent", "--ink"].map((name) => style.getPropertyValue(name));
-  const colours = [line, faint, accent, ink];
+  const colours = BLOCKS.map(([, name]) => style.getPropertyValue(name));
+  key.replaceChildren(names(BLOCKS.map(([name, colour]) => ({ name, colour: `var(${colour})` }))));
   const ratio = canvas.clientWidth / Math.max(canvas.clientHeight, 1) || 3;
   const columns = Math.max(1, Math.ceil(Math.sqrt(cells.length * ratio)));
   const rows = Math.ceil(cells.length / columns);

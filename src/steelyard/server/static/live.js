@@ -139,10 +139,10 @@ function charts(live) {
   byId("steps-text").textContent =
     `device time and the gap before it${told("expected_ns", "; the line is what is expected")}${told("floor_ns", "; the dashes are the floor")}`;
   stepChart(byId("steps"), live.steps, duration);
-  blockMap(byId("blocks"), live.blocks);
+  blockMap(byId("blocks"), byId("blocks-key"), live.blocks);
   const s = live.status, slots = live.blocks.fold > 1 ? `, ${live.blocks.fold} a cell` : "";
   byId("blocks-text").textContent =
-    `${s.blocks_active} in use (shared ones stand out), ${s.blocks_cached} cached, ${s.blocks_free - s.blocks_cached} clean of ${s.blocks_total}${slots}`;
+    `${s.blocks_active} in use, ${s.blocks_cached} cached, ${s.blocks_free - s.blocks_cached} clean of ${s.blocks_total}${slots}`;
   bars(byId("ttft"), live.ttft, duration);
   bars(byId("itl"), live.itl, duration);
 }
