@@ -1,4 +1,4 @@
-"""docs/gpu.md, docs/attention.md and their picture are what the kept results say: no figure there is by hand."""
+"""docs/gpu.md, docs/attention.md and their pictures are what the kept results say: no figure there is by hand."""
 
 from __future__ import annotations
 
@@ -18,11 +18,23 @@ def test_tables_and_picture_are_made_from_the_kept_results() -> None:
     assert done.returncode == 0, "run tools/gpu_page.py"
 
 
-def test_a_start_with_kernels_compiled_ahead_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("gpu_page", ROOT / "tools/gpu_page.py")
+def test_pictures_of_attention_are_made_from_kept_results_and_the_page() -> None:
+    pictures: dict[str, str] = _tool("attention_pictures").pictures()
+    assert len(pictures) == 4
+    for name, svg in pictures.items():
+        assert (ROOT / "docs/pictures" / name).read_text() == svg, f"{name}: run tools/attention_pictures.py"
+
+
+def _tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     assert spec is not None and spec.loader is not None
-    page: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_a_start_with_kernels_compiled_ahead_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = _tool("gpu_page")
     others = {name: page.kept(name) for name in ("h200.json", "h200-peers.json")}
     ahead = {"model": "llama3-8b", "case": "start with kernels compiled ahead", "ahead_start_s": 9.51}
     ahead |= {"phases": {"graphs": 2.0}, "kernels_compiled": 1, "kernels_from_cache": 37}

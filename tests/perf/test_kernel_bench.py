@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from steelyard.perf.attention_backends import naive, prepare
 from steelyard.perf.attention_cases import AttentionCase
 from steelyard.perf.ceilings import Ceiling
 from steelyard.perf.kernel_bench import Report, Row, run_bench
-from steelyard.perf.kernel_report import case_line, text_table, to_html, to_json
+from steelyard.perf.kernel_report import WIDTH, case_line, draw, text_table, to_html, to_json
 from steelyard.perf.timing import extra_bytes, median_ms
 
 torch.set_num_threads(1)
@@ -151,6 +152,20 @@ def test_reports_hold_every_row(report: Report) -> None:
     assert case_line(report.rows[0]) in text and "FlashInfer needs a GPU" in text
     page = to_html(report)
     assert page.count("<svg") == 9 and "http" not in page.replace("http-equiv", "")
+
+
+def test_no_text_of_a_picture_is_cut_or_lies_on_a_line() -> None:
+    name = "steelyard-train"
+    svg = draw("forward, extra memory, MiB", {name: [(512, 64.0), (16384, 16_500.0)]})
+    assert "keys of a sequence" in svg and ">MiB</text></g>" in svg
+    points = [float(p.split(",")[0]) for p in re.findall(r'points="([^"]+)"', svg)[0].split()]
+    texts = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)"[^>]*>([^<]+)<', svg)
+    for x, anchor, text in texts:
+        width = 6.6 * len(text)
+        left = float(x) - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        assert text == "MiB" or (left >= 0 and left + width <= WIDTH), f"{text} is cut"
+        assert text != name or left > max(points), "the key lies on a line"
+    assert {"512", "16384", name} <= {text for _, _, text in texts}
 
 
 @pytest.mark.usefixtures("no_ceiling")

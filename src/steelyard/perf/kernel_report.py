@@ -6,13 +6,13 @@ import html
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from steelyard.perf.kernel_bench import Report, Row
 
 COLORS = ("#1b6ca8", "#c8553d", "#4f772d", "#7b4ea3", "#b8860b", "#2a9d8f", "#8d5524", "#555555")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 280, 62, 40, 30, 12
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 290, 66, 48, 30, 124  # RIGHT holds the names of the lines
 HEADER = f"{'attention':<16} {'ms':>10} {'rate':>14} {'share':>6} {'extra':>10} {'speed':>7} {'memory':>8}"
 
 
@@ -115,38 +115,45 @@ def times(ratio: float | None) -> str:
 
 
 def chart(label: str, rows: list[Row], value: Callable[[Row], float | None]) -> str:
-    """An SVG of a value over the number of keys, both axes logarithmic, a line an attention."""
+    """An SVG of a value over the number of keys, a line an attention; `label` ends in the unit. Empty without any."""
     series: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         y = value(row)
         if y is not None and y > 0:
             series[row.backend].append((row.case.num_k, y))
-    if not series:
-        return ""
+    return draw(label, series) if series else ""
+
+
+def draw(label: str, series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """An SVG of (keys, value) above 0, both axes logarithmic, a line a name, its name beside the plot."""
     xs = sorted({x for line in series.values() for x, _ in line})
     ys = [y for line in series.values() for _, y in line]
     low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 1e-9)
     high = max(high, low + 1)
     span = math.log2(xs[-1] / xs[0]) or 1.0
+    right, base = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def at(x: int, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * math.log2(x / xs[0]) / span
-        up = (math.log10(y) - low) / (high - low)
-        return across, HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * up
+        across = LEFT + (right - LEFT) * math.log2(x / xs[0]) / span
+        return across, base - (base - TOP) * (math.log10(y) - low) / (high - low)
 
-    marks = [_text(WIDTH / 2, 16, label, "middle", "t")]
+    marks = [_text((LEFT + right) / 2, 16, label, "middle", "t")]
+    marks.append(_text((LEFT + right) / 2, HEIGHT - 6, "keys of a sequence", "middle"))
+    middle = (TOP + base) / 2
+    turned = _text(12, middle, label.rpartition(", ")[2], "middle")
+    marks.append(f'<g transform="rotate(-90 12 {middle:.1f})">{turned}</g>')
     for decade in range(low, high + 1):
         _, y = at(xs[0], 10.0**decade)
-        marks.append(f'<line class="g" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(f'<line class="g" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         marks.append(_text(LEFT - 6, y + 4, f"{10.0**decade:g}", "end"))
-    marks += [_text(at(x, ys[0])[0], HEIGHT - BOTTOM + 16, str(x), "middle") for x in xs]
+    marks += [_text(at(x, ys[0])[0], base + 16, str(x), "middle") for x in xs]
     for number, (name, line) in enumerate(series.items()):
         color = COLORS[number % len(COLORS)]
         points = [at(x, y) for x, y in sorted(line)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         marks.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
         marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
-        marks.append(_text(LEFT + 6, TOP + 12 + 13 * number, name, "start", color=color))
+        marks.append(_text(right + 22, TOP + 4 + 15 * number, name, "start", color=color))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">{"".join(marks)}</svg>'
 
 
