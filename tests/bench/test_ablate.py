@@ -81,6 +81,7 @@ def test_a_clean_comparison_is_not_void() -> None:
     assert found.void == () and found.metrics["E2E mean, ms"].decided
     text = knobs_markdown([found])
     assert "speed only" in text and "residual" in text and "Predicted: nothing" in text
+    assert "the difference is the geometric mean over pairs of B over A" in text
     assert found.spent["device time an output token, ms"] == (pytest.approx(20.0), pytest.approx(20.0))
 
 
@@ -98,6 +99,17 @@ def test_a_flag_without_effect_and_one_not_read_back_are_said() -> None:
     silent = [{**r, "server_facts": {}} for r in a]
     assert any("not shown to have taken effect" in reason for reason in compare(BLOCK, silent, silent).void)
     assert any("at least 3" in reason for reason in compare(BLOCK, a[:1], a[:1]).void)
+
+
+def test_a_prefix_cache_without_anything_to_find_is_said() -> None:
+    a, b = arms()
+    knob = KNOBS["prefix-caching"]
+    assert any("--shared-prefix 256" in why for why in compare(knob, a, b).void)
+    shared = [{**r, "workload": {"digest": "w", "declared_cached": 0.5}} for r in b]
+    assert not any("--shared-prefix" in why for why in compare(knob, a, shared).void)
+    b[0]["summary"]["server"]["prefix_hits"] = 16.0
+    assert not any("--shared-prefix" in why for why in compare(knob, a, b).void)
+    assert not any("--shared-prefix" in why for why in compare(BLOCK, *arms()).void)
 
 
 def test_unknown_knobs_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from steelyard.bench.export import _said, window_lines
+from steelyard.bench.export import _said, compare_markdown, window_lines
 from steelyard.cli.bench_page import page
 from tests.bench.rig import FakeServer
 from tests.bench.test_gates import report_of
@@ -17,10 +17,17 @@ def window(seconds: float, rate: float, mean: float) -> dict[str, Any]:
 
 def test_a_steady_part_shows_what_differs_from_the_whole_run_and_nothing_twice() -> None:
     same = window_lines({"whole run": window(9, 5.0, 1.5), "steady": window(9, 5.0, 1.5)})
-    assert same[-3:] == ["## Steady: 9.0 s, 9 of 9 ok", "", "Every figure is the same as over the whole run."]
+    assert same[-3:] == [
+        "## Steady: 9.0 s, 9 of 9 sent in it ok",
+        "",
+        "Every figure is the same as over the whole run.",
+    ]
     other = window_lines({"whole run": window(9, 5.0, 1.5), "steady": window(7, 6.0, 1.5)})
-    assert other[other.index("## Steady: 7.0 s, 9 of 9 ok") + 2 :] == [
+    assert other[other.index("## Steady: 7.0 s, 9 of 9 sent in it ok") + 2 :] == [
         *("| rate | value |", "| --- | --- |", "| requests/s | 6 |", ""),
+        "Latencies, attainment and goodput are of the 9 requests sent in this part; requests/s counts the 42 that "
+        "ended in it, tokens/s the tokens that came in it.",
+        "",
         "Every other figure is the same as over the whole run.",
     ]
     rows = [line for line in other if line.startswith(("| TPOT", "| requests/s"))]
@@ -34,6 +41,14 @@ def test_the_page_has_the_windows_as_the_markdown_has_them() -> None:
     shown = page([report])
     assert shown.count("<td>TPOT, by request (ms)</td>") == 1 and "<th>p95</th>" in shown
     assert shown.count("Every figure is the same as over the whole run.") == 1
+
+
+def test_runs_that_should_do_the_same_work_are_told_apart_from_points_of_a_curve() -> None:
+    reports = [report_of(FakeServer(prefill_s=0.1, gap_s=0.03)) for _ in range(2)]
+    reports[1]["workload"] = {**reports[1]["workload"], "digest": "another"}
+    assert "did different work" in compare_markdown(reports) and "did different work" in page(reports)
+    assert "different work" not in compare_markdown(reports, points=True)
+    assert "different work" not in page(reports, "Sweep", points=True)
 
 
 def test_a_table_of_facts_is_written_as_words() -> None:

@@ -155,6 +155,8 @@ def _void(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Iterator[str]:
     invalid = [r["label"] for r in (*a, *b) if not r["valid"]]
     if invalid:
         yield f"{len(invalid)} runs are not valid ({', '.join(sorted(set(invalid)))})"
+    if knob.name == "prefix-caching" and not any(map(_shares, b)):
+        yield "no prompt shared its beginning with another, so no cache could find any: give --shared-prefix 256"
     digests = {(x["workload"]["digest"], y["workload"]["digest"]) for x, y in zip(a, b)}
     if any(x != y for x, y in digests):
         yield "the arms did not do the same work: their workload hashes differ"
@@ -169,6 +171,12 @@ def _void(knob: Knob, a: Sequence[Json], b: Sequence[Json]) -> Iterator[str]:
     others = changed - {knob.read_back, "num_blocks", "num_gpu_blocks", *knob.follows}
     if others:
         yield f"more than the knob changed: {', '.join(sorted(others))}"
+
+
+def _shares(report: Json) -> bool:
+    """Whether prompts of a run shared a prefix by its plan, or a cache found one."""
+    server = report["summary"].get("server") or {}
+    return report["workload"].get("declared_cached", 0.0) > 0.0 or (server.get("prefix_hits") or 0) > 0
 
 
 def _config(report: Json) -> Json:

@@ -15,6 +15,10 @@ from steelyard.core.verdict import HEADER, Verdict
 
 Json = dict[str, Any]
 SPEED_ONLY = Verdict("speed only")
+MEANT = (
+    "A and B are means over the runs of each; the difference is the geometric mean over pairs of B over A, less 1, and "
+    "so not quite B over A of the row."
+)
 COLUMNS = {
     "output tok/s": ("output_tokens_per_s",),
     "prefill: TTFT p50, ms": ("latency_ms", "service", "ttft", "p50"),
@@ -71,7 +75,7 @@ def _comparison(c: Comparison) -> list[str]:
         a, b = (fmean(v) for v in c.values[title])
         shown = relative(p)
         lines.append(f"| {title} | {in_digits(a)} | {in_digits(b)} | {shown} | {'yes' if p.decided else 'no'} |")
-    lines += ["", _prediction(c)]
+    lines += ["", MEANT, "", _prediction(c)]
     if c.attribution:
         lines += ["", "| account, ms a request | difference |", "| --- | --- |"]
         lines += [f"| {name} | {value:+.3f} |" for name, value in c.attribution.items()]

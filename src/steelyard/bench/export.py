@@ -115,7 +115,8 @@ def window_lines(windows: Json) -> list[str]:
     lines: list[str] = []
     shown: set[str] = set()
     for name, window in windows.items():
-        lines += ["", f"## {name.capitalize()}: {window['seconds']:.1f} s, {window['ok']} of {window['scheduled']} ok"]
+        counted = f"{window['ok']} of {window['scheduled']} {'sent in it ' if shown else ''}ok"
+        lines += ["", f"## {name.capitalize()}: {window['seconds']:.1f} s, {counted}"]
         stats = [_stat_row(title, found) for title, path in ROWS if (found := at(window, path)) is not None]
         rates = [f"| {title} | {_rate(key, window[key])} |" for title, key in RATES if window.get(key) is not None]
         num_rows = len(stats) + len(rates)
@@ -124,11 +125,22 @@ def window_lines(windows: Json) -> list[str]:
             lines += ["", "| latency | n | mean | p50 | p95 | p99 | max |", "|" + " --- |" * 7, *stats]
         if rates:
             lines += ["", "| rate | value |", "| --- | --- |", *rates]
+        if shown and rates:
+            lines += ["", _part_line(window)]
         if len(stats) + len(rates) < num_rows:
             which = "Every other figure" if stats or rates else "Every figure"
             lines += ["", f"{which} is the same as over the {next(iter(windows))}."]
         shown = shown or {*stats, *rates}
     return lines
+
+
+def _part_line(window: Json) -> str:
+    """Which requests each figure of a part of the run counts: those of the latencies are not those of the rates."""
+    ended = round(window["request_rate"] * window["seconds"])
+    return (
+        f"Latencies, attainment and goodput are of the {window['scheduled']:,} requests sent in this part; requests/s "
+        f"counts the {ended:,} that ended in it, tokens/s the tokens that came in it."
+    )
 
 
 def _rate(key: str, value: float) -> str:
@@ -216,8 +228,11 @@ def to_csv(reports: Sequence[Json]) -> str:
     return out.getvalue()
 
 
-def compare_markdown(reports: Sequence[Json]) -> str:
-    """Several runs side by side: medians and rates, each with its validity."""
+def compare_markdown(reports: Sequence[Json], points: bool = False) -> str:
+    """Several runs side by side: medians and rates, each with its validity.
+
+    `points`: they are of one curve, and differ in work by design; else it is said where they do.
+    """
     heads = [r["name"] or f"run {i + 1}" for i, r in enumerate(reports)]
     lines = ["| whole run | " + " | ".join(heads) + " |", "| --- " * (len(heads) + 1) + "|"]
     lines.append("| valid | " + " | ".join(r["label"] for r in reports) + " |")
@@ -232,6 +247,6 @@ def compare_markdown(reports: Sequence[Json]) -> str:
         if any(v is not None for v in values):
             lines.append(f"| {title} | " + " | ".join("" if v is None else _rate(key, v) for v in values) + " |")
     digests = {r["workload"]["digest"] for r in reports}
-    if len(digests) > 1:
+    if len(digests) > 1 and not points:
         lines += ["", "The runs did different work (their workload hashes differ): ratios between them mean little."]
     return "\n".join(lines) + "\n"

@@ -47,8 +47,8 @@ td:first-child, th:first-child, td.text { text-align: left; }
 """
 
 
-def page(reports: Sequence[Json], title: str = "", more: Sequence[tuple[str, str]] = ()) -> str:
-    """The page. `more`: further sections, heading and ready HTML."""
+def page(reports: Sequence[Json], title: str = "", more: Sequence[tuple[str, str]] = (), points: bool = False) -> str:
+    """The page. `more`: further sections, heading and ready HTML; `points`: the runs are those of one curve."""
     name = title or reports[0]["name"] or "Measurement"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -58,7 +58,7 @@ def page(reports: Sequence[Json], title: str = "", more: Sequence[tuple[str, str
     parts += [_validity(report, len(reports) > 1) for report in reports]
     parts += [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in more]
     if len(reports) > 1:
-        parts += ["<h2>Side by side</h2>", table_of(compare_markdown(reports))]
+        parts += ["<h2>Side by side</h2>", table_of(compare_markdown(reports, points))]
     parts += ["<h2>Time to first token and time per output token</h2>", _distributions(reports)]
     parts += ["<h2>In flight, running and waiting over time</h2>", _over_time(reports)]
     if len(reports) > 1:

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         stopped = True
     results = sweep.results
-    print(compare_markdown([r.report for r in results]))
+    print(compare_markdown([r.report for r in results], points=True))
     if capacity is not None:
         print(_said(capacity))
     if args.save_result:
@@ -175,4 +175,4 @@ def _page(results: list[RunResult], capacity: Capacity | None) -> str:
     more = [("Throughput against latency", f"<figure>{plot.svg()}<figcaption>{note}</figcaption></figure>")]
     if capacity is not None:
         more.append(("Capacity", f"<p>{_said(capacity)}</p>"))
-    return page([r.report for r in results], "Sweep", more)
+    return page([r.report for r in results], "Sweep", more, points=True)
