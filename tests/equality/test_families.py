@@ -13,7 +13,12 @@ from transformers import PreTrainedModel
 
 from steelyard.core.sampling import SamplingParams
 from steelyard.errors import CheckpointError
+from steelyard.kernels.reference import ReferenceBackend
+from steelyard.layers.linear import Place
 from steelyard.llm import LLM
+from steelyard.models.decoder import Decoder
+from steelyard.models.families import decoder_config
+from steelyard.plan.shape import ModelShape
 from tests.equality.llama_rig import VOCAB, Cell, Ran, check_greedy, prompts, request, run, runner_of
 
 SIZES: dict[str, Any] = {
@@ -87,6 +92,15 @@ def tiny(folder: Path, architecture: str, fields: dict[str, Any]) -> PreTrainedM
                 weight.add_(torch.randn_like(weight) * 0.1)
     model.save_pretrained(folder)
     return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plan_knows_whose_layers_have_fused_products(name: str) -> None:
+    architecture, fields = FAMILIES[name]
+    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, **fields}).to_dict()
+    place = Place(torch.float32, torch.device("cpu"), ReferenceBackend())
+    layers = Decoder(decoder_config(config), place, 256).layers
+    assert ModelShape.from_config(config).is_plain == all(layer._plain is not None for layer in layers)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

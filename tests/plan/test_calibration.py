@@ -55,6 +55,9 @@ def test_a_few_rows_of_a_small_model_on_a_gpu_pay_half_of_what_one_row_saves() -
     small = make_roofline("qwen3-0.6b", "H200")
     for rows, share in ((1, 0.6), (2, 0.8), (FEW_ROWS, 0.8), (FEW_ROWS + 1, 1.0)):
         assert TRUE.terms(small, decode(rows, 100))["step"] == pytest.approx(share * 4e-4), rows
+        assert TRUE.steady.terms(small, decode(rows, 100))["step"] == (4e-4 if rows > 1 else pytest.approx(2.4e-4))
+    for step in (prefill(16), (*decode(3, 100), *prefill(2))):
+        assert TRUE.terms(small, step)["step"] == 4e-4, "a step with a prompt is padded to more tokens"
     setup = small.setup
     processor = replace(setup.device, bf16_flops=2e12)
     for other in (replace(setup, device=processor), replace(setup, weights=weight_format("float16"))):

@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from steelyard.errors import StartError
 from steelyard.plan.capacity import capacity, constraints, knee, price, sensitivity, solve
 from steelyard.plan.device import find_device
+from steelyard.plan.models import find_model
+from steelyard.plan.planner import Options, make_plan
 from steelyard.plan.queueing import Little, mean_wait, share_waiting_less, wait_quantile
+from steelyard.plan.records import read_records
 from steelyard.plan.service import Service, latency
 from steelyard.plan.workload import Arrival, Slo, Workload, from_trace, read_trace
 from tests.plan.setups import exact, make_roofline, make_service
 
+RECORDS = Path(__file__).parents[2] / "benchmarks/results/h200-steps.jsonl"
 SERVICE = make_service()
 NONE = Slo()
 loads = st.builds(Workload.of, st.floats(0.05, 3.0), st.integers(1, 6000), st.integers(1, 1500))
@@ -64,6 +68,19 @@ def test_the_fixed_point_holds_and_littles_law_with_it(load: Workload) -> None:
     assert seen.in_flight == pytest.approx(load.rate * seen.e2e_s, rel=1e-3)
     assert seen.ttft_s <= seen.ttft_p99_s or seen.wait_s == 0 or seen.ttft_p99_s >= point.prefill_s
     assert seen.ttft_p90_s <= seen.ttft_p99_s
+
+
+def test_what_a_few_rows_save_leaves_capacity_growing_with_the_rows() -> None:
+    """A plan fitted to records, where 16 rows are cheaper than the fixed cost of 17: who may hold 17 holds no less."""
+    fitted = tuple(r for r in read_records(RECORDS) if r.workload.startswith("qwen3-0.6b s"))
+    device, load, limits = find_device("H200"), Workload.of(50.0, 32, 256), []
+    for seqs in (8, 15, 16, 17, 20, 32):
+        options = Options(device, max_num_seqs=seqs, records=fitted, load=load, replicas=1)
+        plan = make_plan(find_model("qwen3-0.6b"), options)
+        assert plan.calibration.few > 0 and plan.calibration.lone < 0.6 and plan.capacity is not None
+        limits.append(plan.capacity.replica_capacity)
+        assert plan.capacity.knee_batch > 64
+    assert limits == sorted(limits)
 
 
 @given(loads, st.floats(1.05, 3.0))

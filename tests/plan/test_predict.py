@@ -33,5 +33,5 @@ def test_more_tokens_never_take_less(rows: int, prompt: int, each: int, more: in
 
 
 def test_swapping_4k_tokens_is_quicker_than_computing_them() -> None:
-    assert 15e6 < COST.swap_ns(4096) < 30e6 < 60e6 < COST.recompute_ns(4096) < 130e6
+    assert 10.0e6 < COST.swap_ns(4096) < 10.6e6 < 60e6 < COST.recompute_ns(4096) < 130e6
     assert COST.step_ns(0, 0, 0) == 0

@@ -19,7 +19,8 @@ term in tokens bends where arithmetic overtakes the reading of weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from steelyard.plan.costs import Chunk, Setup
 from steelyard.plan.roofline import Rates, Roofline, smooth_max
@@ -42,12 +43,12 @@ _PRODUCTS = ("weights", "experts", "head")
 class Work:
     """What a step does, in seconds at given rates.
 
-    saves      how far its products take small kernels with them: 1 where one row is alone, 0 where none does
+    rows       lone, few (2 to FEW_ROWS decodes whose products go through tiles) or many
     products   (arithmetic, bytes) of each part that multiplies with weights
     passed_s   bytes that kernels pass on to each other at the weights' bandwidth, and what goes over links
     """
 
-    saves: float
+    rows: Literal["lone", "few", "many"]
     products: tuple[tuple[float, float], ...]
     passed_s: float
     kv_s: float
@@ -64,25 +65,26 @@ class Work:
         attention = (parts.get(name) for name in ("attention_decode", "attention_prefill"))
         kv_s, attention_s = (smooth_max(p.compute_s, p.memory_s) if p else 0.0 for p in attention)
         return cls(
-            saves=_saves(roofline.setup, num_tokens),
+            rows=_rows(roofline.setup, chunks, num_tokens),
             products=tuple((p.compute_s, p.memory_s) for name in _PRODUCTS if (p := parts.get(name))),
             passed_s=passed / rates.weights_bandwidth + links_s,
             kv_s=kv_s,
             attention_s=attention_s,
         )
 
-    def fixed_share(self, lone: float) -> float:
-        """The share of a step's fixed cost that it pays."""
-        return 1.0 - self.saves * (1.0 - lone)
+    def saved(self, few: float) -> float:
+        """How much of what one row alone saves of the fixed cost this step saves."""
+        return {"lone": 1.0, "few": few, "many": 0.0}[self.rows]
 
 
-def _saves(setup: Setup, num_tokens: int) -> float:
+def _rows(setup: Setup, chunks: Sequence[Chunk], num_tokens: int) -> Literal["lone", "few", "many"]:
     if num_tokens == 1:
-        return 1.0
-    shape, is_processor = setup.shape, setup.device.bf16_flops < _PROCESSOR_FLOPS
-    if num_tokens > FEW_ROWS or is_processor or shape.is_sparse or setup.weights.body != "BF16":
-        return 0.0
-    return FEW_SAVE if shape.widest <= FEW_COLUMNS else 0.0
+        return "lone"
+    if num_tokens > FEW_ROWS or any(c.num_new > 1 for c in chunks):  # a step with a prompt is padded to more
+        return "many"
+    is_processor = setup.device.bf16_flops < _PROCESSOR_FLOPS
+    tiled = setup.weights.body == "BF16" and setup.shape.widest <= FEW_COLUMNS and setup.shape.is_plain
+    return "few" if tiled and not is_processor else "many"
 
 
 def _whole_tiles(chunk: Chunk) -> Chunk:
@@ -91,7 +93,10 @@ def _whole_tiles(chunk: Chunk) -> Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Rates to start from and the coefficients. `source` says where they come from, for the reader."""
+    """Rates to start from and the coefficients. `source` says where they come from, for the reader.
+
+    few     of what one row alone saves, what a few save; 0 for a steady state (`steady`)
+    """
 
     rates: Rates
     step_s: float
@@ -101,6 +106,13 @@ class Calibration:
     kv: float
     attention: float
     source: str
+    few: float = FEW_SAVE
+
+    @property
+    def steady(self) -> Calibration:
+        """The same for the mean step of a steady state, whose rows are a mean too: where it is few, steps of more are
+        among them, and a search over it needs a rate that never falls with the rows."""
+        return replace(self, few=0.0)
 
     @property
     def coefficients(self) -> tuple[float, float, float, float, float, float]:
@@ -116,7 +128,7 @@ class Calibration:
         work = Work.of(roofline, chunks, self.rates)
         products = sum(smooth_max(self.arithmetic * c, self.weights * m) for c, m in work.products)
         return {
-            "step": self.step_s * work.fixed_share(self.lone),
+            "step": self.step_s * (1.0 - work.saved(self.few) * (1.0 - self.lone)),
             "weights": products + self.weights * work.passed_s,
             "kv": self.kv * work.kv_s,
             "attention": self.attention * work.attention_s,

@@ -45,7 +45,7 @@ class Device:
     """One accelerator. Rates per second; `fp8_flops` None: no such arithmetic; `label_gb` as sold.
 
     link_bandwidth  bytes/s to the other devices of the node, one direction; None: not known
-    host_bandwidth  bytes/s to host memory, one direction
+    host_bandwidth  bytes/s of a copy to pinned host memory, one direction
     doubts          why the measured ceilings may be wrong, a sentence each
     """
 
@@ -96,8 +96,12 @@ def _device(
     return Device(name, bf16 * 1e12, fast, gb_per_s * 1e9, _mib(mib), label, near)
 
 
+_PCIE5 = {"H100", "H100-PCIe", "H200", "B200", "GB200", "MI300X", "MI325X"}
+_PCIE5_COPY = 52e9
+"""Bytes/s, measured on an H200; the others have the link before it, at half."""
+
 DEVICES: Mapping[str, Device] = {
-    d.name.lower(): d
+    d.name.lower(): replace(d, host_bandwidth=_PCIE5_COPY) if d.name in _PCIE5 else d
     for d in (
         _device("A100-40", 312, None, 1555, (40, 40_960), 300),
         _device("A100-80", 312, None, 2039, (80, 81_920), 300),

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from steelyard.errors import StartError
-from steelyard.plan.calibration import Calibration, Work, default_calibration
+from steelyard.plan.calibration import FEW_SAVE, Calibration, Work, default_calibration
 from steelyard.plan.records import StepRecord
 from steelyard.plan.roofline import Rates, Roofline, smooth_max
 
@@ -137,7 +137,8 @@ def _bounds(roofline: Roofline, used: Rates) -> tuple[Vector, Vector]:
 def _slopes(work: Work, at: Vector) -> tuple[float, Vector]:
     """Logarithm of the estimate, and its slope along the logarithm of each coefficient."""
     step, lone, arithmetic, weights, kv, attention = (math.exp(x) for x in at)
-    fixed = step * work.fixed_share(lone)
+    saved = work.saved(FEW_SAVE)
+    fixed = step * (1.0 - saved * (1.0 - lone))
     by_flops, by_bytes = 0.0, weights * work.passed_s
     for compute, moved in work.products:
         a, b = arithmetic * compute, weights * moved
@@ -145,7 +146,7 @@ def _slopes(work: Work, at: Vector) -> tuple[float, Vector]:
         share = (a / whole) ** _SMOOTH if whole else 0.0
         by_flops += whole * share
         by_bytes += whole * (1.0 - share)
-    terms = [fixed, step * lone * work.saves, by_flops, by_bytes, kv * work.kv_s, attention * work.attention_s]
+    terms = [fixed, step * lone * saved, by_flops, by_bytes, kv * work.kv_s, attention * work.attention_s]
     total = sum(terms) - terms[1]
     return math.log(total), [t / total for t in terms]
 

@@ -38,12 +38,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One replica: how long its steps take, and what it may hold."""
+    """One replica: how long its steps take, and what it may hold. Of a calibration it takes what `steady` says."""
 
     roofline: Roofline
     calibration: Calibration
     limits: Limits
     _seen: dict[tuple[tuple[float, ...], ...], float] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calibration", self.calibration.steady)
 
     def step_s(self, rows: Sequence[tuple[int, int, float, int]]) -> float:
         """Seconds of a step with rows (num_new, context_len, count, num_sampled), counts fractional.

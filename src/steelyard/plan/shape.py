@@ -105,6 +105,14 @@ class ModelShape:
         return sum(w.num_elements for w in self.decoder.ends if w.name == "embed_positions")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a layer is norm, attention, sum, norm, gated mlp, sum: what the runner has in fused products."""
+        if self.decoder.family in ("granite", "olmo2", "olmo3"):  # sums that are scaled, norms behind
+            return False
+        names = [{w.name for w in layer.weights} for layer in self.layers]
+        return all({"norm0", "norm1", "gate_proj"} <= n and "norm2" not in n for n in names) and not self.is_sparse
+
+    @property
     def widest(self) -> int:
         """Columns of the widest matrix inside the layers."""
         inward = (w for layer in self.layers for w in layer.weights if w.name in ("o_proj", "down_proj"))
