@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from steelyard.cache.contiguous import whole_request
 from steelyard.cache.manager import CacheManager
 from steelyard.core.hashing import chain, root_hash
 from steelyard.core.request import Request
@@ -281,6 +282,17 @@ def test_ever_fits_and_capacity_count_a_window_as_a_window() -> None:
     assert window.ever_fits(10_000) and window.capacity_tokens() == 1000
     assert both.capacity_tokens() == 12
     assert not make_manager(num_blocks=2, windows=(8,)).ever_fits(12)
+    assert make_manager(num_blocks=3, windows=(9,)).capacity_tokens() == 1000  # 9 positions lie in 3 blocks of 4
+    assert make_manager(num_blocks=3, windows=(10,)).capacity_tokens() == 12  # 10 may lie in 4
+
+
+def test_a_window_saves_nothing_where_a_request_has_all_its_blocks_at_once() -> None:
+    window = make_manager(windows=(8,))
+    assert window.ever_fits(32, at_once=True) and not window.ever_fits(33, at_once=True)
+    assert window.capacity_tokens(at_once=True) == 32
+    caps = make_manager(windows=(None, 8))._caps
+    reserving = CacheManager(caps, enable_prefix_caching=False, reserve=whole_request)
+    assert reserving.capacity_tokens() == 32 and not reserving.ever_fits(33)
 
 
 def test_usage_adds_up_and_counts_slack() -> None:

@@ -176,11 +176,29 @@ def test_a_batch_that_does_not_fill_starts_after_its_window(folder: Path, plain:
 
 
 @pytest.mark.parametrize(
+    "changes", [{"enable_chunked_prefill": False}, {"kv_allocation": "contiguous"}, {"kv_allocation": "contiguous-max"}]
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_takes_its_blocks_at_once_is_served_through_windows_too(
+    folder: Path, rows: int, changes: dict[str, Any]
+) -> None:
+    bounded: dict[str, Any] = {"kv_window": 16, "max_num_seqs": rows, "num_gpu_blocks_override": None}
+    in_chunks = serve(folder, **bounded, max_num_batched_tokens=16)
+    assert chunked(in_chunks) and in_chunks.engine.runner.caps.num_blocks == (rows * 4,)  # 32 positions a row
+    ran = serve(folder, **bounded, **changes)
+    assert ran.tokens == in_chunks.tokens and not chunked(ran)
+    assert ran.engine.scheduler.bound.tokens == 128
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "--max-num-batched-tokens 64"),
         ({"kv_cache": "off", "max_num_batched_tokens": 64}, "a step must hold a whole request"),
-        ({"kv_allocation": "contiguous-max", "num_gpu_blocks_override": 8}, "reserves 128 tokens"),
+        (
+            {"kv_allocation": "contiguous-max", "num_gpu_blocks_override": 8},
+            "128 tokens .* 64; .*--num-gpu-blocks-over",
+        ),
         ({"attention_backend": "triton"}, "'triton'"),
         ({"attention_backend": "flashinfer"}, "'flashinfer'"),
         ({"batch_size": 4}, "--batch-size"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +53,18 @@ def test_fit_is_the_exact_inverse_of_bytes(model: ModelShape, block_size: int, s
     size = pools.bytes_at(scale)
     assert pools.fit(size) == scale
     assert pools.fit(pools.bytes_at(scale + 1) - 1) == scale
+
+
+@given(shapes, block_sizes, st.integers(0, 9000), st.sampled_from([512, 4096, 100_000]))
+def test_pools_with_a_least_grow_together_until_each_has_it(
+    model: ModelShape, block_size: int, scale: int, expected: int
+) -> None:
+    plain = KvPools.of(model, block_size, 2, expected_len=expected)
+    least = tuple(3000 for _ in plain.ratio)
+    pools = replace(plain, least=least)
+    assert pools.fit(pools.bytes_at(scale)) == scale == pools.fit(pools.bytes_at(scale + 1) - 1)
+    shares = plain.blocks_at(scale)
+    assert pools.blocks_at(scale) == tuple(max(n, min(scale, 3000)) for n in shares)
 
 
 @given(shapes, block_sizes, st.integers(0, 80 * GIB), st.integers(0, GIB))

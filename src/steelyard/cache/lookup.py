@@ -34,6 +34,16 @@ class Lookup:
         window = self._windows[group]
         return 0 if window is None else max(max(0, position - window + 1) // self._block_size, self.kept[group])
 
+    def least_blocks(self, num_tokens: int, at_once: bool) -> list[int]:
+        """Of each group, the blocks without which so many positions cannot be computed: in the smallest chunks, or with
+        none given back behind a window.
+        """
+        whole, size = -(-num_tokens // self._block_size), self._block_size
+        return [
+            whole if window is None or at_once else min(whole, kept + -(-(window - 1) // size) + 1)
+            for window, kept in zip(self._windows, self.kept)
+        ]
+
     def cut(self, group: int, table: Sequence[int], first: int) -> list[int]:
         """`table` with null blocks for what lies between the kept blocks and index `first`."""
         kept = self.kept[group]

@@ -46,6 +46,11 @@ class CacheManager:
         for group, pool in enumerate(self._pools if caps.num_host_blocks else []):
             pool.on_evict = partial(self.host.demote, group)
 
+    @property
+    def reserves(self) -> bool:
+        """Whether a request takes all its blocks when it is admitted."""
+        return self._reserve is not None
+
     # lookup
 
     def match(self, request: Request, *, from_host: bool = False) -> int:
@@ -60,16 +65,16 @@ class CacheManager:
         hashes = self._hashes(request, (len(request.tokens) - 1) // self.block_size)
         return self._lookup.longest(hashes, from_host) * self.block_size
 
-    def ever_fits(self, num_tokens: int) -> bool:
-        """Whether one request alone could hold KV for `num_tokens` positions, all other blocks being free."""
-        needs = (self._blocks_at_least(g, num_tokens) for g in range(len(self._pools)))
+    def ever_fits(self, num_tokens: int, at_once: bool = False) -> bool:
+        """Whether one request alone could have KV for `num_tokens` positions. `at_once`: with no block given back."""
+        needs = self._lookup.least_blocks(num_tokens, at_once or self.reserves)
         return all(need <= pool.num_blocks for need, pool in zip(needs, self._pools))
 
-    def capacity_tokens(self) -> int:
-        """The most positions one request alone can hold, at most the model's context length."""
-        full = [p.num_blocks * self.block_size for p, w in zip(self._pools, self._windows) if w is None]
-        capacity = min([*full, self._caps.max_model_len])
-        return capacity if self.ever_fits(capacity) else min(p.num_blocks for p in self._pools) * self.block_size
+    def capacity_tokens(self, at_once: bool = False) -> int:
+        """The most positions that ever fit, at most the model's context length."""
+        longest = self._caps.max_model_len
+        sizes = (longest, *(pool.num_blocks * self.block_size for pool in self._pools))
+        return max(n for n in sizes if n <= longest and self.ever_fits(n, at_once))
 
     def room(self, request: Request) -> int:
         """Positions for which `request` holds blocks now."""
@@ -328,11 +333,6 @@ class CacheManager:
             parent = known[-1] if known else root_hash(caps.fingerprint, caps.kv_layout, request.namespace)
             known.append(block_hash(parent, request.tokens[len(known) * size : (len(known) + 1) * size]))
         return known[:num_blocks]
-
-    def _blocks_at_least(self, group: int, num_tokens: int) -> int:
-        """Blocks without which `num_tokens` positions cannot be computed even in the smallest chunks."""
-        need, window = -(-num_tokens // self.block_size), self._windows[group]
-        return need if window is None else min(need, self._lookup.kept[group] + -(-window // self.block_size) + 1)
 
     def _found(self, request: Request, hit_tokens: int) -> list[list[int]]:
         """Tables of what `match` found, or of what a swapped request had (see cache/lookup.py)."""

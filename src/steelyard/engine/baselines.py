@@ -6,6 +6,7 @@ from steelyard.cache.contiguous import Reserve, whole_context, whole_request
 from steelyard.config import EngineConfig
 from steelyard.core.step import RunnerCaps
 from steelyard.errors import StartError
+from steelyard.scheduler.admission import KV_OPTIONS
 from steelyard.scheduler.batching.continuous import Continuous
 from steelyard.scheduler.batching.dynamic import WINDOW_NS, Dynamic
 from steelyard.scheduler.batching.static import Static
@@ -59,7 +60,7 @@ def reserve_of(config: EngineConfig, caps: RunnerCaps) -> Reserve | None:
     if room < caps.max_model_len:
         raise StartError(
             f"--kv-allocation contiguous-max reserves {caps.max_model_len} tokens a request and the KV pool holds "
-            f"{room}; lower --max-model-len or give a larger --kv-cache-memory-bytes",
+            f"{room}; lower --max-model-len or give a larger {KV_OPTIONS}",
             param="kv_allocation",
         )
     return whole_context(caps.max_model_len)

@@ -118,6 +118,7 @@ def runner_options(config: EngineConfig) -> RunnerOptions:
         backend="invariant" if config.deterministic else "auto",
         attention_backend=config.attention_backend,
         whole_prompts=config.whole_prompts,
+        kv_allocation=config.kv_allocation,
         kernel_cache=config.kernel_cache,
         serves=True,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -204,10 +205,9 @@ def _say(engine: Engine, took_s: float) -> None:
         blocks, rate = "+".join(map(str, caps.num_host_blocks)), caps.host_bandwidth / 1e9
         _log.info("host tier: %s blocks, copied at %.1f GB/s one way", blocks, rate)
     say_memory(memory, engine.options.start_seconds)
-    capacity = engine.cache.capacity_tokens()
-    if capacity < caps.max_model_len:
+    bound = scheduler.bound
+    if bound.tokens < caps.max_model_len:
         _log.warning(
-            "the KV cache holds %d tokens, less than the context of %d: longer requests will be refused "
-            "(a larger --kv-cache-memory-bytes or --gpu-memory-utilization holds more)",
-            *(capacity, caps.max_model_len),
+            "%s, less than the context of %d: longer requests will be refused (a larger %s allows more)",
+            *(bound.why, caps.max_model_len, bound.option),
         )

@@ -52,12 +52,14 @@ class KvPools:
 
     block_bytes  bytes of a block, by group
     ratio        blocks of each group that one sequence of the expected length holds
+    least        blocks of each group before any group has more; empty: none, all grow in proportion
     """
 
     block_size: int
     block_bytes: tuple[int, ...]
     ratio: tuple[int, ...]
     groups: tuple[KvGroup, ...]
+    least: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -71,7 +73,8 @@ class KvPools:
     def blocks_at(self, scale: int) -> tuple[int, ...]:
         """Usable blocks of each group at a scale; none is ever smaller than its share rounded up."""
         top = max(self.ratio)
-        return tuple(-(-scale * r // top) for r in self.ratio)
+        least = self.least or (0,) * len(self.ratio)
+        return tuple(max(-(-scale * r // top), min(scale, n)) for r, n in zip(self.ratio, least))
 
     def bytes_at(self, scale: int) -> int:
         """Bytes of all pools at a scale, the null block of each included."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +127,9 @@ def kv_layout(computed: torch.dtype, held: torch.dtype, block_size: int, config:
 
 
 LEAST_TOKENS = 128
-"""A pool sized by memory holds so many, or a whole context: a server that could answer nobody is not started."""
+"""A pool sized by memory holds so many, a whole context, or all that its rows can use: a server that could answer
+nobody is not started.
+"""
 
 
 def size_pool(
@@ -136,15 +139,16 @@ def size_pool(
 
     Never more than max_rows sequences of max_model_len can use. Raises StartError with the numbers if nothing fits.
     """
-    pools = KvPools.of(shape, limits.block_size, dtype_bytes, expected_len=limits.max_model_len)
+    pools = _pools(shape, options, limits, dtype_bytes)
     if options.num_gpu_blocks_override is not None:
         return pools.blocks_at(options.num_gpu_blocks_override)
     available = options.kv_cache_memory_bytes
     if available is None:
         budget.check()
         available = budget.kv_bytes
-    scale = min(pools.fit(available), limits.max_rows * max(pools.ratio))
-    least = -(-min(LEAST_TOKENS, limits.max_model_len) // limits.block_size)
+    most = max(limits.max_rows * max(pools.ratio), *pools.least, 0)
+    scale = min(pools.fit(available), most)
+    least = min(-(-min(LEAST_TOKENS, limits.max_model_len) // limits.block_size), most)
     if scale < least:
         raise StartError(
             f"{available:,} bytes are left for the KV cache, which are {scale * limits.block_size} tokens; the least "
@@ -154,6 +158,19 @@ def size_pool(
             param="kv_cache_memory_bytes",
         )
     return pools.blocks_at(scale)
+
+
+def _pools(shape: ModelShape, options: RunnerOptions, limits: Limits, dtype_bytes: int) -> KvPools:
+    """In what proportion groups grow. Where nothing is given back before all of it was there, a window saves less:
+
+    a prompt in one step   every group holds one whole context before any holds more
+    a reserved run         every group holds whole contexts
+    """
+    pools = KvPools.of(shape, limits.block_size, dtype_bytes, expected_len=limits.max_model_len)
+    whole = (-(-limits.max_model_len // limits.block_size),) * len(pools.ratio)
+    if options.kv_allocation != "paged":
+        return replace(pools, ratio=whole)
+    return replace(pools, least=whole) if options.whole_prompts else pools
 
 
 def available_bytes(device: torch.device) -> int:

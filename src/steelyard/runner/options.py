@@ -30,6 +30,7 @@ class RunnerOptions:
     kv_window, kv_sinks  attention sees the latest kv_window positions and the first kv_sinks; None: all
     kernel_cache  a folder of compiled kernels; None: Triton's own
     whole_prompts  a step must be able to hold a request of the full context
+    kv_allocation  paged, or one of those that reserve a request's blocks when it is admitted
     serves  requests wait once it has started: a kernel that is compiled only then is warned of
     """
 
@@ -50,6 +51,7 @@ class RunnerOptions:
     backend: str = "auto"
     attention_backend: str = "auto"
     whole_prompts: bool = False
+    kv_allocation: str = "paged"
     kv_cache_dtype: str = "auto"
     kv_window: int | None = None
     kv_sinks: int | None = None

@@ -304,6 +304,8 @@ class Joiner:
             num_new //= 2
             edits = cache.grow(request, hit + num_new, hit_tokens=hit, reserve_len=known, spare_blocks=spare)
         if edits is None:
+            rows = self._live.rows
+            assert rows.num_free < len(rows.by_row), f"{request} does not fit, and nobody else has a block"
             self._refused = Refusal(request, cache.num_releases)
             return 0
         request.num_computed = hit

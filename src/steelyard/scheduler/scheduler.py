@@ -15,7 +15,7 @@ from steelyard.core.request import Event, FinishReason, Request
 from steelyard.core.step import RunnerCaps, StepPlan, StepResult
 from steelyard.core.timed import State
 from steelyard.errors import InvalidRequest
-from steelyard.scheduler.admission import settle_max_tokens
+from steelyard.scheduler.admission import bound_of, settle_max_tokens
 from steelyard.scheduler.batching.continuous import Continuous
 from steelyard.scheduler.checks import check_live
 from steelyard.scheduler.committing import Committer
@@ -48,6 +48,7 @@ class Scheduler:
             caps.max_batched_tokens, options.max_num_batched_tokens or caps.max_batched_tokens
         )
         self.cache = cache
+        self.bound = bound_of(cache, self.max_num_batched_tokens, options.whole_prompts)
         self._max_model_len = caps.max_model_len
         self._max_in_flight = 2 if options.overlap else 1
         self._order = order or Fcfs()
@@ -73,7 +74,7 @@ class Scheduler:
         try:
             if self._live.get(request.key) is not None:
                 raise InvalidRequest(f"id: request {request.id!r} is being served already; use another", param="id")
-            settle_max_tokens(request, self._live.cache, self._max_model_len)
+            settle_max_tokens(request, self.bound, self._max_model_len)
         except InvalidRequest:
             request.to(State.ENDED, now_ns)
             raise
