@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from steelyard.cli import serve
 from steelyard.cli.main import main
 from steelyard.cli.options import engine_config
+from steelyard.plan.device import Ceilings, ceilings_toml, find_device
 from steelyard.plan.presets import preset_config
 from tests.plan.test_fit import TRUE, batch, single, write_records
 
@@ -273,6 +276,48 @@ def test_fit_is_ready_for_kept_records(capsys: pytest.CaptureFixture[str], tmp_p
     fast = tmp_path / "fast.jsonl"
     fast.write_text("\n".join(['{"device_ns": 1000, "decode_rows": 1, "context_sum": 10}'] * 8))
     assert data(capsys, f"plan fit llama-3-8b --records {fast}", 1)["errors"][""]["under_floor"] == 8
+
+
+def test_fit_doubts_steps_of_another_model_and_of_several(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+
+    def said(workloads: Sequence[str], model: str) -> str:
+        texts = []
+        for workload in workloads:
+            write_records(path, single(128, 40), workload)
+            texts.append(path.read_text())
+        path.write_text("\n".join(texts))
+        assert main(["plan", "fit", model, "--device", "H200", "--records", str(path)]) == 0
+        return capsys.readouterr().err
+
+    llama, qwen = "llama3-8b single 128/257", "qwen3-0.6b single 128/257"
+    assert said([llama, llama], "llama-3.1-8b") == "" and said(["short-short 256/128", "mixed"], "llama-3.1-8b") == ""
+    both = said([qwen, llama], "llama-3.1-8b")
+    assert "several models (qwen3-0.6b, llama3-8b)" in both and '"workload":"llama3-8b \' ' in both
+    assert "its steps are of llama3-8b by name" in said([llama], "qwen3-4b")
+
+
+def test_fit_says_what_its_factors_are_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, device = tmp_path / "steps.jsonl", tmp_path / "slow.toml"
+    write_records(path, single(128, 40) + batch(256, 64, 64), "short")
+    assert main(["plan", "fit", "llama-3-8b", "--device", "H200", "--records", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Times what the peaks allow" in shown and "below 1" not in shown
+    low = replace(find_device("H200"), ceilings=Ceilings(80e12, 80e12, 0.5e12, 0.5e12, 1e12, 1e-4))
+    device.write_text(ceilings_toml(low))
+    assert main(["plan", "fit", "llama-3-8b", "--device", str(device), "--records", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Times what the ceilings measured on the device allow" in shown and "A factor below 1" in shown
+
+
+def test_weights_that_the_server_does_not_load_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "compare", "llama-3.1-8b", "--device", "H200", "--to", "dtype=fp8", "--to", "dtype=q4_k"]) == 0
+    shown = capsys.readouterr().out
+    assert "`steelyard serve` has no fp8 weights" in shown and "q4_k weights" not in shown
+    load = "--rate 20 --input 1024 --output 256 --ttft 500ms --tpot 50ms"
+    for flags, said in (("", " x, but this server has none"), ("--dtype fp8", "; this server has no fp8 weights")):
+        reason = data(capsys, f"plan tune llama-3.1-8b --device H200 {load} {flags}")["advice"]["dtype"]["reason"]
+        assert said in reason and "bring one" not in reason
 
 
 @pytest.mark.parametrize(

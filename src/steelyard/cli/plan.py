@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steelyard.cli import plan_flags, plan_text, plan_topics
+from steelyard.cli import plan_fit, plan_flags, plan_text, plan_topics
 from steelyard.cli.values import above, new_file, real, span, whole, wholes
 from steelyard.errors import StartError, reason
 from steelyard.plan.defaults import ON_GPU
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if topic == "waste":
         return plan_topics.show_waste(args, make_plan(model, options))
     if topic == "fit":
-        return plan_topics.show_fit(args, model, options)
+        return plan_fit.show_fit(args, model, options)
     return _show(args, model, options)
 
 

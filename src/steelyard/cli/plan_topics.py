@@ -1,22 +1,18 @@
-"""The topics of `steelyard plan` beside the plan itself: compare, tune, cache, waste, fit. Flags and layout."""
+"""The topics of `steelyard plan`: compare, tune, cache, waste (fit has plan_fit.py). Flags and layout."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from steelyard.cli.plan_text import table
 from steelyard.cli.values import above, real, whole
 from steelyard.errors import StartError
-from steelyard.plan.calibration import Calibration
-from steelyard.plan.costs import Setup
 from steelyard.plan.device import find_device
 from steelyard.plan.explain import CONSTRAINTS
-from steelyard.plan.fit import Errors, evaluate, fit
-from steelyard.plan.formats import kv_dtype_bytes, weight_format
+from steelyard.plan.formats import UNSERVED
 from steelyard.plan.fragmentation import (
     POLICIES,
     STORY,
@@ -32,7 +28,6 @@ from steelyard.plan.memory import GIB
 from steelyard.plan.models import PlannedModel
 from steelyard.plan.planner import Options, Plan, make_plan
 from steelyard.plan.prefix import Economics, History, break_even_hit_share
-from steelyard.plan.records import read_records
 from steelyard.plan.report import to_json
 from steelyard.plan.roofline import Roofline
 from steelyard.plan.tune import Tuned
@@ -85,6 +80,8 @@ def compare(args: argparse.Namespace, model: PlannedModel, options: Options) -> 
     labels = list(lines[0])
     rows = [[label, *(line.get(label, "-") for line in lines)] for label in labels]
     notes = {f"Note: {note}." for _, plan in plans for note in plan.notes}
+    names = {plan.setup.weights.name for _, plan in plans} & UNSERVED
+    notes |= {f"Note: `steelyard serve` has no {name} weights: those columns are of another server." for name in names}
     print("\n".join([*table(["", *(name for name, _ in plans)], rows), *sorted(notes)]))
     return 0
 
@@ -282,40 +279,6 @@ def _print_blocks(blocks: list[BlockChoice]) -> None:
         for b in blocks
     ]
     print("\n".join(["\nBlock size, for sequences of these lengths", *table(header, rows)]))
-
-
-def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) -> int:
-    """Coefficients fitted to --records, and their errors on --held-out. Returns 1 where a step is under the floor."""
-    if not options.records:
-        raise StartError("fit needs measured steps: --records FILE", param="records")
-    weights = weight_format(options.dtype) if options.dtype else model.stored
-    kv = 2 if options.kv_cache_dtype == "auto" else kv_dtype_bytes(options.kv_cache_dtype)
-    roofline = Roofline(Setup(model.shape, options.device, weights, kv, options.tp))
-    found = fit(roofline, options.records)
-    held_out = read_records(Path(args.held_out), "held-out") if args.held_out is not None else list(options.records)
-    errors = evaluate(roofline, found, held_out)
-    if args.json:
-        of = {n: {**asdict(e), "throughput": e.throughput} for n, e in errors.items()}
-        print(json.dumps({"coefficients": found.named(), "errors": of}, indent=2))
-    else:
-        print(_fitted(found))
-        header = ["workload", "steps", "measured s", "predicted s", "whole time", "throughput"]
-        header += ["median step", "p95 step", "under the floor"]
-        print("\n".join(table(header, [[name or "-", *_error_cells(e)] for name, e in errors.items()])))
-    return int(any(e.under_floor for e in errors.values()))
-
-
-def _fitted(found: Calibration) -> str:
-    return (
-        f"A step's fixed cost is {found.step_s * 1e3:.3f} ms, {found.lone:.0%} of that for one row alone.\n"
-        f"Times what the peaks allow: products x {found.arithmetic:.3f} by arithmetic, x {found.weights:.3f} by bytes, "
-        f"cached KV x {found.kv:.3f},\nprefill attention x {found.attention:.3f} ({found.source}).\n"
-    )
-
-
-def _error_cells(e: Errors) -> list[str]:
-    times = [f"{e.num_steps}", f"{e.measured_s:.3f}", f"{e.predicted_s:.3f}", f"{e.total:+.1%}", f"{e.throughput:+.1%}"]
-    return [*times, f"{e.median_abs:.1%}", f"{e.p95_abs:.1%}", f"{e.under_floor}"]
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:

@@ -98,6 +98,9 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 }
 """Formats by name. The GGUF ones keep embedding and head at six bits, as its quantiser does."""
 
+UNSERVED = frozenset({"fp8", "int8", "int4", "mxfp4"})
+"""Formats that can be planned and that `steelyard serve` does not load; it quantises nothing by itself."""
+
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
 _ALIASES |= {"fp8_e4m3": "fp8", "awq": "int4", "gptq": "int4"}
 

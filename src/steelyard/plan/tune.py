@@ -10,6 +10,7 @@ from steelyard.plan.capacity import Capacity
 from steelyard.plan.captures import Buckets
 from steelyard.plan.costs import decode
 from steelyard.plan.explain import CONSTRAINTS
+from steelyard.plan.formats import UNSERVED
 from steelyard.plan.fragmentation import block_choices
 from steelyard.plan.memory import GIB
 from steelyard.plan.models import PlannedModel
@@ -207,11 +208,15 @@ def _dtype(plan: Plan) -> Advice:
     gain = _gain(plan, dtype="fp8") if setup.device.fp8_flops and setup.weights.body in ("BF16", "F16") else None
     reason = f"as the checkpoint has them, {setup.weights.bits_per_parameter():g} bits a weight"
     if gain is not None:
-        reason += f"; fp8 weights would serve {gain:.2f} x"
+        reason += f"; fp8 weights would serve {gain:.2f} x, but this server has none"
     given = plan.options.dtype
     flag = "--dtype" if given in SERVED_DTYPES else None
     if given is not None and flag is None:
-        reason += "; the server loads weights as their checkpoint has them, so bring one in this format"
+        reason += (
+            f"; this server has no {value} weights"
+            if value in UNSERVED
+            else "; the server loads weights as their checkpoint has them, so bring one in this format"
+        )
     trade = "fewer bits: less to read and more room for KV; check quality beside the speed"
     return Advice("dtype", value, reason, trade, flag, given)
 
