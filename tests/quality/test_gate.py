@@ -89,6 +89,7 @@ def test_harm_that_only_the_far_bucket_shows_does_not_hide_in_the_average() -> N
     harmed = apart(BASE, asked(FakeArm(noise=0.01, window=128)))
     near, far = harmed.buckets[0], harmed.buckets[1]
     assert (near.start, far.start) == (0, 128)
+    assert near.ratio is not None and far.ratio is not None
     assert abs(math.log(near.ratio)) < 0.01 and far.ratio > 2
 
 
@@ -128,18 +129,19 @@ def test_limits_are_those_that_were_held_against_the_figures(outcome: str) -> No
     step = past - inside
     found = replace(
         apart(BASE, BASE),
-        buckets=tuple(replace(b, perplexity_a=1.0, perplexity_b=1.0071 + step) for b in NOISE.buckets),
+        buckets=tuple(replace(b, ratio=1.0071 + step) for b in NOISE.buckets),
         top1_agreement=0.97 - 0.02 - step, kl=0.05 + step, length_ratio=1.02 + step, only_a=9, only_b=1,
         mcnemar_p=0.05 - step,
     )  # fmt: skip
     verdict = judge(found, replace(NOISE, top1_agreement=0.97, kl=0.005))
     assert [f.outcome for f in verdict.figures] == [outcome] * 6, verdict
-    assert [f.limit for f in verdict.figures[2:]] == [
-        "at least 95.00%",
-        "at most 0.05",
-        "at least 0.05",
-        "0.980 to 1.020",
-    ]
+    shown = {
+        "pass": ["at least 95.00%", "at most 0.05", "at least 0.05", "0.980 to 1.020"],
+        "fail": ["at least 95.0000%", "at most 0.05", "at least 0.05", "0.980000 to 1.020000"],
+    }
+    assert [f.limit for f in verdict.figures[2:]] == shown[outcome]
+    for figure in verdict.figures:
+        assert outcome == "pass" or figure.cells[1] not in figure.limit, "the digits tell what missed its limit"
 
 
 def test_the_command_prints_every_figure_with_its_limit_and_json_has_them_as_numbers(
@@ -192,8 +194,6 @@ def test_answers_that_part_are_located() -> None:
     pairs = [(Answer("abcd", 4), Answer("abXd", 4)), (Answer("same", 4), Answer("same", 4))]
     found = distance([], pairs, [])
     assert (found.first_divergence, found.same_answers, found.length_ratio) == (2.0, 0.5, 1.0)
-    with pytest.raises(AssertionError, match="same tokens"):
-        distance([(Scored(("a",), (None,)), Scored(("b",), (None,)))], [], [])
 
 
 def test_tasks_are_the_same_for_a_seed_of_every_kind_and_checkable() -> None:

@@ -13,6 +13,7 @@ from steelyard.cli.plan_text import table
 from steelyard.cli.values import url, whole
 from steelyard.core.verdict import HEADER
 from steelyard.errors import RequestFailed
+from steelyard.quality.tasks import ENOUGH_TASKS
 
 if TYPE_CHECKING:
     from steelyard.core.verdict import Verdict
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base", type=url, required=True, metavar="URL", help="the server whose answers count as right")
     add("--arm", type=url, required=True, metavar="URL", help="the server to judge")
     add("--model", metavar="NAME", help="in requests (default: the first that each server lists)")
-    add("--tasks", type=whole(1), default=96, metavar="N", help="to ask")
+    add("--tasks", type=whole(1), default=ENOUGH_TASKS, metavar="N", help="to ask")
     add(
         "--at-once",
         type=whole(1),
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     options = {"model": args.model, "num_tasks": args.tasks, "at_once": args.at_once, "top": args.top}
     verdict, arm, noise = asyncio.run(judge_servers(args.base, args.arm, seed=args.seed, **options))
     if args.json:
-        print(json.dumps({"verdict": asdict(verdict), "arm": asdict(arm), "noise": asdict(noise)}))
+        found = {"verdict": asdict(verdict), "arm": asdict(arm), "noise": asdict(noise)}
+        print(json.dumps(found, allow_nan=False))
     else:
         rows = [figure.cells for figure in verdict.figures]
         print("\n".join([verdict.summary, *table(HEADER, rows)]))
@@ -54,7 +56,7 @@ async def judge_servers(
     arm_url: str,
     *,
     model: str | None = None,
-    num_tasks: int = 96,
+    num_tasks: int = ENOUGH_TASKS,
     at_once: int = 8,
     top: int = 5,
     seed: int = 0,
@@ -93,18 +95,23 @@ class HttpArm:
         self._client.close()
 
     async def score(self, text: str) -> Scored:
+        """What of it the server tells; of the rest, and of a server that tells nothing, the lists are short."""
         from steelyard.quality.compare import Scored
 
         choice, _ = await self._complete({"prompt": text, "max_tokens": 1, "echo": True, "logprobs": self._top})
-        found = choice["logprobs"]
-        top = tuple(values or {} for values in found["top_logprobs"][:-1])
-        return Scored(tuple(found["tokens"][:-1]), tuple(found["token_logprobs"][:-1]), top)
+        tokens, logprobs, top = (_listed(choice, name) for name in ("tokens", "token_logprobs", "top_logprobs"))
+        num = max(len(tokens) - 1, 0)  # the last is the one it went on with
+        return Scored(tuple(tokens[:num]), tuple(logprobs[:num]), tuple(values or {} for values in top[:num]))
 
     async def answer(self, text: str, max_tokens: int) -> Answer:
+        """Raises RequestFailed for an answer without text or without a count of its tokens."""
         from steelyard.quality.compare import Answer
 
         choice, usage = await self._complete({"prompt": text, "max_tokens": max_tokens})
-        return Answer(choice["text"], usage["completion_tokens"])
+        said, num = choice.get("text"), usage.get("completion_tokens")
+        if not isinstance(said, str) or not isinstance(num, int) or num < 0:
+            raise RequestFailed(f"{self._url}: gave no text with usage.completion_tokens; judge a server that does")
+        return Answer(said, num)
 
     async def _complete(self, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The choice and the usage. Raises RequestFailed with the server's words."""
@@ -119,5 +126,18 @@ class HttpArm:
         text = bytes(exchange.content).decode(errors="replace")
         if exchange.status != 200:
             raise RequestFailed(f"{self._url}: {exchange.status}: {text[:300]}")
-        value = json.loads(text)
-        return value["choices"][0], value["usage"]
+        try:
+            value = json.loads(text)
+            choice, usage = value["choices"][0], value.get("usage") or {}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            choice = usage = None
+        if not isinstance(choice, dict) or not isinstance(usage, dict):
+            raise RequestFailed(f"{self._url}: answers /v1/completions with what is no completion: {text[:300]}")
+        return choice, usage
+
+
+def _listed(choice: dict[str, Any], name: str) -> list[Any]:
+    """One of the lists of a choice's log probabilities; empty where the server gave none."""
+    logprobs = choice.get("logprobs")
+    found = logprobs.get(name) if isinstance(logprobs, dict) else None
+    return found if isinstance(found, list) else []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["pass", "fail", "does not count"]
+_DIGITS = re.compile(r"\.(\d+)")
+_MOST_DIGITS = 18
 HEADER = ("figure", "arm", "limit", "base itself", "outcome")
 
 
@@ -31,24 +34,41 @@ class Held:
     @property
     def limit(self) -> str:
         """The bounds in words."""
+        form = self._telling
+        low, high = _shown(self.low, form), _shown(self.high, form)
         if self.low is not None and self.high is not None:
-            return f"{self._shown(self.low)} to {self._shown(self.high)}"
-        if self.low is not None:
-            return f"at least {self._shown(self.low)}"
-        return f"at most {self._shown(self.high)}"
+            return f"{low} to {high}"
+        return f"at least {low}" if self.low is not None else f"at most {high}"
 
     @property
     def cells(self) -> tuple[str, ...]:
         """A row of a table, under HEADER."""
-        return self.name, self._shown(self.value), self.limit, self._shown(self.noise), self.outcome
+        return self.name, _shown(self.value, self._telling), self.limit, _shown(self.noise, self.form), self.outcome
 
     @property
     def sentence(self) -> str:
         """What it missed and by how much; of one that does not count, why."""
-        return self.note or f"{self.name} {self._shown(self.value)}, {self.limit}"
+        return self.note or f"{self.name} {_shown(self.value, self._telling)}, {self.limit}"
 
-    def _shown(self, number: float | None) -> str:
-        return "-" if number is None else format(number, self.form)
+    @property
+    def _telling(self) -> str:
+        """The form with as many digits as tell a figure that fails from the bounds that it missed."""
+        if self.outcome != "fail" or self.value is None:
+            return self.form
+        forms = (_DIGITS.sub(f".{digits}", self.form) for digits in range(_digits_of(self.form), _MOST_DIGITS))
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        telling = (form for form in forms if all(format(self.value, form) != format(b, form) for b in bounds))
+        return next(telling, self.form)
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def _digits_of(form: str) -> int:
+    found = _DIGITS.search(form)
+    assert found is not None, f"{form} names no number of digits"
+    return int(found[1])
 
 
 @dataclass(frozen=True, slots=True)

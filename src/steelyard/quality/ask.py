@@ -40,11 +40,12 @@ async def ask(arm: Arm, tasks: Sequence[Task], at_once: int) -> Asked:
             return await arm.score(f"{task.prompt} {task.expected}"), said
 
     found = await asyncio.gather(*(one(task) for task in tasks))
-    right = tuple(task.right(said.text) for task, (_, said) in zip(tasks, found))
+    right = tuple(task.right(said.text) for task, (_, said) in zip(tasks, found, strict=True))
     return Asked(tuple(s for s, _ in found), tuple(a for _, a in found), right)
 
 
 def apart(a: Asked, b: Asked) -> Distance:
     """How far B is from A."""
-    pairs = list(zip(a.scored, b.scored))
-    return distance(pairs, list(zip(a.answers, b.answers)), list(zip(a.right, b.right)))
+    pairs = list(zip(a.scored, b.scored, strict=True))
+    answers, right = zip(a.answers, b.answers, strict=True), zip(a.right, b.right, strict=True)
+    return distance(pairs, list(answers), list(right))

@@ -7,16 +7,21 @@ context and hide in an average over short ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeGuard, TypeVar
 
+_T = TypeVar("_T")
 BUCKETS = (0, 128, 1024, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A text as one arm scores it: ids, each token's log probability given those before (the first has none), top-k."""
+    """A text as one arm scores it: ids, each token's log probability given those before (the first has none), top-k.
+
+    A list that is shorter than the tokens, and a None in it, is what the arm did not give.
+    """
 
     tokens: tuple[str, ...]
     logprobs: tuple[float | None, ...]
@@ -33,25 +38,35 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Positions from `start` on: perplexities of both arms, and how far single log probabilities moved."""
+    """Positions from `start` on: perplexities of both arms, and how far single log probabilities moved.
+
+    of      positions of the texts
+    n       of them, those that both arms gave a log probability of; without any, no figure: None
+    ratio   B's perplexity over A's, held from e^-20 to e^20 (fillers such as -9999 are beyond any float)
+    """
 
     start: int
     n: int
-    perplexity_a: float
-    perplexity_b: float
-    mean_abs_diff: float
-    p99_abs_diff: float
-
-    @property
-    def ratio(self) -> float:
-        return self.perplexity_b / self.perplexity_a
+    of: int
+    perplexity_a: float | None = None
+    perplexity_b: float | None = None
+    ratio: float | None = None
+    mean_abs_diff: float | None = None
+    p99_abs_diff: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Arm B from arm A. Shares from 0 to 1; KL in nats over A's top tokens; None: nothing to compare."""
+    """Arm B from arm A. Shares from 0 to 1; KL in nats over A's top tokens; None: nothing to compare.
+
+    num_top, num_positions   positions that both listed top tokens at, of those that the texts have
+    num_other_tokens         texts that B cuts into, or spells as, other tokens than A: nothing of them is compared
+    """
 
     buckets: tuple[Bucket, ...]
+    num_top: int
+    num_positions: int
+    num_other_tokens: int
     top1_agreement: float | None
     kl: float | None
     first_divergence: float | None
@@ -65,6 +80,15 @@ class Distance:
     num_tasks: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A token of a text, not its first: what both arms gave there. None: one of them gave none."""
+
+    position: int
+    logprobs: tuple[float, float] | None = None
+    tops: tuple[Mapping[str, float], Mapping[str, float]] | None = None
+
+
 def distance(
     scored: Sequence[tuple[Scored, Scored]],
     answers: Sequence[tuple[Answer, Answer]],
@@ -72,10 +96,14 @@ def distance(
 ) -> Distance:
     """Pairs (A, B) of the same text, of the same prompt's answers, and of whether a task was right."""
     only_a, only_b = sum(a and not b for a, b in right), sum(b and not a for a, b in right)
-    tops = [pair for a, b in scored for pair in zip(a.top, b.top) if pair[0] and pair[1]]
+    places = [place for a, b in scored for place in _places(a, b)]
+    tops = [place.tops for place in places if place.tops is not None]
     lengths = sum(a.num_tokens for a, _ in answers)
     return Distance(
-        buckets=tuple(_buckets(scored)),
+        buckets=tuple(_buckets(places)),
+        num_top=len(tops),
+        num_positions=len(places),
+        num_other_tokens=sum(not _same_tokens(a, b) for a, b in scored),
         top1_agreement=fmean(_top1(x) == _top1(y) for x, y in tops) if tops else None,
         kl=fmean(top_kl(x, y) for x, y in tops) if tops else None,
         first_divergence=_first_divergence(answers),
@@ -116,21 +144,59 @@ def _top1(top: Mapping[str, float]) -> str:
     return max(top, key=lambda token: top[token])
 
 
-def _buckets(scored: Sequence[tuple[Scored, Scored]]) -> list[Bucket]:
-    pairs: dict[int, list[tuple[float, float]]] = {}
-    for a, b in scored:
-        assert a.tokens == b.tokens, "both arms must score the same tokens"
-        for position, (x, y) in enumerate(zip(a.logprobs, b.logprobs)):
-            if x is not None and y is not None:
-                start = max(s for s in BUCKETS if s <= position)
-                pairs.setdefault(start, []).append((x, y))
-    found = []
-    for start, values in sorted(pairs.items()):
+def _same_tokens(a: Scored, b: Scored) -> bool:
+    """Whether they are, as far as both list them: a list may be cut short, or missing."""
+    return all(x == y for x, y in zip(a.tokens, b.tokens))
+
+
+def _places(a: Scored, b: Scored) -> Iterator[_Place]:
+    """Every token of the text but its first, whatever was given of it. A text that neither lists is one."""
+    listed = min(len(a.tokens), len(b.tokens)) if _same_tokens(a, b) else 0
+    for i in range(1, max(len(a.tokens), len(b.tokens), 2)):
+        x, y = _at(a.logprobs, i, listed), _at(b.logprobs, i, listed)
+        top_a, top_b = _at(a.top, i, listed), _at(b.top, i, listed)
+        yield _Place(
+            i,
+            (x, y) if _is_logprob(x) and _is_logprob(y) else None,
+            (top_a, top_b) if _are_logprobs(top_a) and _are_logprobs(top_b) else None,
+        )
+
+
+def _at(values: Sequence[_T], i: int, listed: int) -> _T | None:
+    return values[i] if i < min(len(values), listed) else None
+
+
+def _is_logprob(value: float | None) -> TypeGuard[float]:
+    """A finite number that is not above 0, but for rounding."""
+    return isinstance(value, int | float) and math.isfinite(value) and value <= 0.01
+
+
+def _are_logprobs(top: Mapping[str, float] | None) -> TypeGuard[Mapping[str, float]]:
+    return bool(top) and isinstance(top, Mapping) and all(map(_is_logprob, top.values()))
+
+
+def _buckets(places: Sequence[_Place]) -> Iterator[Bucket]:
+    starts: dict[int, list[_Place]] = {}
+    for place in places:
+        starts.setdefault(max(s for s in BUCKETS if s <= place.position), []).append(place)
+    for start, inside in sorted(starts.items()):
+        values = [place.logprobs for place in inside if place.logprobs is not None]
+        if not values:
+            yield Bucket(start, 0, len(inside))
+            continue
         diffs = sorted(abs(x - y) for x, y in values)
-        perplexities = [math.exp(-fmean(v[arm] for v in values)) for arm in (0, 1)]
+        mean_a, mean_b = (fmean(v[arm] for v in values) for arm in (0, 1))
         p99 = diffs[min(int(0.99 * len(diffs)), len(diffs) - 1)]
-        found.append(Bucket(start, len(values), perplexities[0], perplexities[1], fmean(diffs), p99))
-    return found
+        yield Bucket(
+            start,
+            len(values),
+            len(inside),
+            perplexity_a=math.exp(min(-mean_a, 700.0)),
+            perplexity_b=math.exp(min(-mean_b, 700.0)),
+            ratio=math.exp(max(min(mean_a - mean_b, 20.0), -20.0)),
+            mean_abs_diff=fmean(diffs),
+            p99_abs_diff=p99,
+        )
 
 
 def _first_divergence(answers: Sequence[tuple[Answer, Answer]]) -> float | None:
