@@ -322,3 +322,16 @@ def test_only_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r["id"] for r in ledgers.last(2, None, slowest=True)] == ["r2", "r3"]
     assert ledgers.get("r1", None) is None and ledgers.get("r4", None) is not None
     assert ledgers.get("r4", "somebody else") is None
+
+
+def test_a_record_that_closes_behind_the_response_is_waited_for(real: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = real.complete(prompt=[7] * 5, max_tokens=2).json()
+    ledgers, asked = real.service.ledgers, [0]
+    get = ledgers.get
+
+    def late(id: str, only: str | None) -> Any:
+        asked[0] += 1
+        return None if asked[0] == 1 else get(id, only)
+
+    monkeypatch.setattr(ledgers, "get", late)
+    assert real.http.get(f"/ledger/requests/{answer['id']}").json()["outcome"] == "length" and asked[0] == 2
