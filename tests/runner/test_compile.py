@@ -167,22 +167,26 @@ KernelCache("key").put("half", "k.json")
     assert whole.read_text() == "whole"
 
 
+@pytest.mark.parametrize("name", ["k.json", "launcher.so", "launcher.so.sha256"])
 @pytest.mark.usefixtures("kept")
 def test_a_put_whose_folder_another_machine_took_for_a_dead_process_s_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_kernels(str(tmp_path))
     cache, replaced = KernelCache("key"), os.replace
+    cleaned: list[str] = []
 
     def cleaned_once(source: str, target: str) -> None:
-        monkeypatch.setattr(os, "replace", replaced)
-        Path(source).unlink()
-        Path(source).parent.rmdir()
+        if Path(target).name == name and not cleaned:
+            cleaned.append(target)
+            Path(source).unlink()
+            Path(source).parent.rmdir()
         replaced(source, target)
 
     monkeypatch.setattr(os, "replace", cleaned_once)
-    assert Path(cache.put("whole", "k.json")).read_text() == "whole"
-    assert os.replace is replaced and not list(tmp_path.glob("*/tmp.pid_*"))
+    file = name.removesuffix(".sha256")
+    assert Path(cache.put("whole", file)).read_text() == "whole"
+    assert cleaned and cache.get_file(file) is not None and not list(tmp_path.glob("*/tmp.pid_*"))
 
 
 def test_launchers_of_another_triton_are_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +194,28 @@ def test_launchers_of_another_triton_are_refused_in_a_line(monkeypatch: pytest.M
     monkeypatch.delattr("triton.backends.nvidia.driver.make_launcher")
     with pytest.raises(StartError, match="pip install triton=="), launching_nothing(gpu_of_arch("sm_90"), False):
         pass
+
+
+@pytest.mark.parametrize("how", ["cannot be entered", "name too long", "leads to itself", "is a file"])
+@pytest.mark.usefixtures("kept")
+def test_a_folder_that_cannot_be_looked_into_is_said_in_a_line_with_its_flag(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 300 if how == "name too long" else "folder")
+    if how == "cannot be entered":
+        folder.mkdir(0)
+    elif how == "leads to itself":
+        folder.symlink_to(folder)
+    elif how == "is a file":
+        folder.write_text("")
+    before = os.geteuid()
+    try:
+        if how == "cannot be entered" and before == 0:  # root enters everywhere
+            os.seteuid(65534)
+        with pytest.raises(StartError, match=rf"--kernel-cache .*{folder.name}: ") as said:
+            keep_kernels(str(folder))
+            KernelCache("key").put("whole", "k.json")
+    finally:
+        os.seteuid(before)
+    assert said.value.param == "kernel_cache"
 
 
 @pytest.mark.usefixtures("kept")

@@ -71,28 +71,34 @@ class KernelCache(FileCacheManager):
         return files if is_whole else None
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
-        noted = {name: _sha256(Path(at)) for name, at in group.items()}
+        with _told():
+            noted = {name: _sha256(Path(at)) for name, at in group.items()}
         return self.put(json.dumps({"child_paths": group, "sha256": noted}), f"__grp__{filename}", binary=False)
 
     def get_file(self, filename: str) -> str | None:
         found = super().get_file(filename)
         if found is None or not filename.endswith(".so"):
             return found
-        noted = Path(f"{found}.sha256")
-        is_whole = noted.exists() and noted.read_text() == _sha256(Path(found))
+        try:
+            is_whole = Path(f"{found}.sha256").read_text() == _sha256(Path(found))
+        except (OSError, ValueError):
+            is_whole = False
         if not is_whole:
             self._warn(filename)
         return found if is_whole else None
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         with _told():
-            try:
-                at = str(super().put(data, filename, binary))
-            except FileNotFoundError:  # taken for a dead process's: a machine that shares the folder knows none of ours
-                at = str(super().put(data, filename, binary))
+            at = self._put(data, filename, binary)
             if filename.endswith(".so"):
-                super().put(_sha256(Path(at)), f"{filename}.sha256", binary=False)
+                self._put(_sha256(Path(at)), f"{filename}.sha256", binary=False)
             return at
+
+    def _put(self, data: Any, filename: str, binary: bool) -> str:
+        try:
+            return str(super().put(data, filename, binary))
+        except FileNotFoundError:  # taken for a dead process's: a machine that shares the folder knows none of ours
+            return str(super().put(data, filename, binary))
 
     def _warn(self, filename: str) -> None:
         _log.warning("%s of %s is not what was put there: it is compiled again", filename, self.cache_dir)
@@ -114,7 +120,8 @@ def _told() -> Iterator[None]:
 def keep_kernels(folder: str | None, only_binaries: bool = False) -> None:
     """From here on this process keeps and looks for compiled kernels in `folder`; None: where it did.
 
-    What a process that was killed left half put in a named folder is removed.
+    What a process that was killed left half put in a named folder is removed. Raises StartError for a folder that
+    cannot be looked into.
 
     `only_binaries`: without the compiler's steps between source and binary, nine tenths of the bytes.
     """
@@ -122,9 +129,10 @@ def keep_kernels(folder: str | None, only_binaries: bool = False) -> None:
     if only_binaries:
         knobs.compilation.store_binary_only = True
     if folder is not None:
-        knobs.cache.dir = str(Path(folder).resolve())
+        knobs.cache.dir = os.path.realpath(folder)
         knobs.cache.manager_class = KernelCache
-        _clean(Path(knobs.cache.dir))
+        with _told():
+            _clean(Path(knobs.cache.dir))
 
 
 def _settle_keys() -> None:
