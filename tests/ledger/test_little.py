@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from steelyard.core.timed import State, Timed
 from steelyard.ledger.little import COMPUTING_NAME, Census, merged
@@ -69,4 +70,7 @@ def test_every_account_has_a_group_and_a_description() -> None:
     assert len(set(grouped)) == len(grouped)
     assert set(grouped) == set(State) - {State.ENDED, State.IN_ENGINE}
     assert set(DESCRIPTIONS) == set(State) - {State.ENDED}
+    page = (Path(__file__).parents[2] / "docs" / "ledgers.md").read_text()
+    for state in grouped:
+        assert f"| `{state.value}` | {DESCRIPTIONS[state]} |" in page, "the page says what each account is"
     assert group_of("wait_kv") == "waiting" and group_of("nothing") == "other"
