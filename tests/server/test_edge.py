@@ -150,7 +150,12 @@ def test_a_tenants_own_limits_are_429_with_the_numbers_and_a_time(keyed: Served)
     assert int(third.headers["retry-after"]) >= 1
     socks.pop().close()
     wait_for(lambda: len(keyed.engine.tasks) == 1, "one left")
+    never = as_tenant(keyed, "acme", prompt=[5] * 40, max_tokens=70)
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
+    assert "are 110, but the limit of this tenant is 100 (max_in_flight_tokens)" in never.json()["error"]["message"]
+    assert "retry-after" not in never.headers
     over = as_tenant(keyed, "acme", max_tokens=70)
+    assert over.status_code == 429
     assert "the limit is 100, and this request has 90" in over.json()["error"]["message"]
     keyed.engine.stalled = False
     assert as_tenant(keyed, "root").status_code == 200

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from steelyard.core.timed import State, Timed
-from steelyard.errors import Overloaded
+from steelyard.errors import ContextLengthExceeded, Overloaded
 from steelyard.server.admission import Admission
 from steelyard.server.client import EngineClient
 from steelyard.server.ledger import merged_ns
@@ -186,7 +186,7 @@ def test_a_place_is_given_back_once() -> None:
             admission.reserve(tenant)
         place.add_tokens(10)
         place.release(served=True)
-        with admission.reserve(tenant) as other, pytest.raises(Overloaded):
+        with admission.reserve(tenant) as other, pytest.raises(ContextLengthExceeded, match="at most 10 may wait"):
             other.add_tokens(11)
     load = admission.load_of(tenant)
     assert (admission.num_requests, admission.num_tokens, load.num_requests, load.num_tokens) == (0, 0, 0, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.errors import Overloaded, SteelyardError
+from steelyard.errors import ContextLengthExceeded, Overloaded, SteelyardError
 from steelyard.server import usage as usage_module
 from steelyard.server.admission import Admission
 from steelyard.server.errors import TenantLimit
@@ -36,6 +36,39 @@ def test_counts_of_several_are_those_of_one(tmp_path: Path) -> None:
         for usage in both.shared:
             assert usage.total(account) == both.own.total(account)
             assert usage.bucket(account) == both.own.bucket(account)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_output", "param"),
+    [(20, 51, "max_tokens"), (61, 0, "prompt"), (60, 1, "prompt"), (60, None, "prompt")],
+)
+def test_a_request_over_its_tenants_limit_by_itself_is_not_told_to_come_again(
+    num_prompt: int, num_output: int | None, param: str
+) -> None:
+    admission, tenant = Admission(None, None, lambda: 1), Tenant("t", max_in_flight_tokens=60)
+    served = admission.reserve(tenant)
+    for num_served in (0, 25):
+        with admission.reserve(tenant) as place, pytest.raises(ContextLengthExceeded) as caught:
+            place.add_tokens(num_prompt, num_output)
+        assert (caught.value.status, caught.value.param) == (400, param)
+        assert f"prompts of {num_prompt} tokens" in caught.value.message
+        assert "limit of this tenant is 60 (max_in_flight_tokens); shorten" in caught.value.message
+        assert admission.load_of(tenant).num_tokens == num_served
+        if not num_served:
+            served.add_tokens(20, 5)
+
+
+def test_an_output_without_a_limit_is_charged_what_is_usual_or_what_the_prompt_leaves() -> None:
+    admission, tenant = Admission(None, None, lambda: 1), Tenant("t", max_in_flight_tokens=60)
+    with admission.reserve(tenant) as place:
+        place.add_tokens(20)
+        assert admission.load_of(tenant).num_tokens == 60
+        with admission.reserve(tenant) as other, pytest.raises(TenantLimit, match="60 tokens are being served"):
+            other.add_tokens(1)
+    usual = Tenant("u", max_in_flight_tokens=1000)
+    with admission.reserve(usual) as place:
+        place.add_tokens(20)
+        assert admission.load_of(usual).num_tokens == 20 + 128
 
 
 def test_limits_hold_for_all_front_ends_together_and_a_dead_one_gives_back_its_share(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     tenant's requests and rate (429) -> a place in the queue (503) -> tokenise -> tenant's tokens (429), queue's (503)
 
+What is over a limit by itself is never told to come again: 400, with the limit's name.
 A place in the queue is given back with the first token; what counts against a tenant, at the request's end. Both are
 taken before the prompt is encoded, so that many requests at once cannot all see the same free place. The counts are
 in a `Usage`, which several front ends of one engine share; what is usual (waits, outputs) each observes for itself.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from steelyard.errors import Overloaded
+from steelyard.errors import ContextLengthExceeded, Overloaded
 from steelyard.server.errors import TenantLimit
 from steelyard.server.tenants import Tenant
 from steelyard.server.usage import QUEUE, OwnUsage, Usage
@@ -67,11 +68,24 @@ class TenantLoad:
                 raise self._limited(f"the limit of {rate} tokens a minute is used up", wait_ns)
 
     def tokens_of(self, num_prompt: int, num_output: int | None) -> int:
-        """What a request is charged while it is served; an output that is not limited, by what is usual."""
-        return num_prompt + (num_output if num_output is not None else int(self._mean_output_tokens))
+        """What a request is charged while it is served; an output that is not limited, by what is usual.
 
-    def check_tokens(self, num_tokens: int) -> None:
+        That is a guess, and keeps nobody out for good: it takes at most what the prompt leaves of the limit.
+        """
+        if num_output is not None:
+            return num_prompt + num_output
+        usual, limit = int(self._mean_output_tokens), self.tenant.max_in_flight_tokens
+        return num_prompt + (usual if limit is None else min(usual, max(limit - num_prompt, 1)))
+
+    def check_tokens(self, num_tokens: int, num_prompt: int) -> None:
+        """Raises TenantLimit if so many may not be served now, ContextLengthExceeded if they never may."""
         limit = self.tenant.max_in_flight_tokens
+        if limit is not None and num_tokens > limit:
+            raise ContextLengthExceeded(
+                f"prompts of {num_prompt} tokens and outputs of {num_tokens - num_prompt} are {num_tokens}, but the "
+                f"limit of this tenant is {limit} (max_in_flight_tokens); shorten the prompt or lower max_tokens or n",
+                param="prompt" if num_prompt >= limit else "max_tokens",
+            )
         if limit is not None and self.num_tokens + num_tokens > limit:
             what = f"{self.num_tokens} tokens are being served, the limit is {limit}, and this request has {num_tokens}"
             raise self._limited(what, self._mean_ns)
@@ -121,12 +135,13 @@ class Place:
     def add_tokens(self, num_prompt: int, num_output: int | None = None) -> None:
         """Charge the prompt and the output it may have at most, now that they are known.
 
-        Raises TenantLimit or Overloaded, and then holds nothing more.
+        Raises TenantLimit or Overloaded, or ContextLengthExceeded for more than a limit allows one request alone; it
+        holds nothing more then.
         """
         charged = self._load.tokens_of(num_prompt, num_output)
         usage = self._admission.usage
         with usage.locked():
-            self._load.check_tokens(charged)
+            self._load.check_tokens(charged, num_prompt)
             self._admission.check_tokens(num_prompt)
             usage.add(QUEUE, 0, num_prompt)
             usage.add(self._load.tenant.name, 0, charged)
@@ -188,8 +203,14 @@ class Admission:
         return load
 
     def check_tokens(self, num_tokens: int) -> None:
-        """Raises Overloaded if that many more prompt tokens may not wait."""
+        """Raises Overloaded if so many more prompt tokens may not wait now, ContextLengthExceeded if they never may."""
         limit = self._max_tokens
+        if limit is not None and num_tokens > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens, but at most {limit} may wait (--max-num-queued-tokens); "
+                "shorten it",
+                param="prompt",
+            )
         if limit is not None and self.num_tokens + num_tokens > limit:
             raise self._overloaded(
                 f"{self.num_tokens} prompt tokens wait, the limit is {limit}, and this prompt has {num_tokens}"
