@@ -9,7 +9,7 @@ import pytest
 
 from steelyard.core.request import Request
 from steelyard.core.sampling import SamplingParams
-from steelyard.core.step import RunnerCaps, StepResult
+from steelyard.core.step import KvGroup, RunnerCaps, StepResult
 from steelyard.engine.engine import EngineFault
 from steelyard.scheduler.protocols import Faults
 from steelyard.sim.clock import VirtualClock
@@ -567,6 +567,18 @@ def test_ready_says_what_the_engine_runs_with() -> None:
     ready = Harness().engine.ready()
     assert (ready.model, ready.block_size, ready.num_blocks, ready.max_num_seqs) == ("shadow", 4, [64], 8)
     assert (ready.vocab_size, ready.max_model_len, ready.max_num_batched_tokens) == (1000, 200, 32)
+
+
+@pytest.mark.parametrize(("num_blocks", "window", "most"), [(64, None, 200), (10, None, 41), (10, 8, 200), (2, 8, 9)])
+def test_ready_says_the_most_that_a_request_gets_and_a_token_more_is_refused(
+    num_blocks: int, window: int | None, most: int
+) -> None:
+    harness = Harness(num_blocks=(num_blocks,), groups=(KvGroup(1, window),))
+    assert harness.engine.ready().max_request_tokens == most
+    assert harness.submit("fits", [1] * 5, max_tokens=most - 5).max_tokens == most - 5
+    assert refused(harness.try_submit("more", [1] * 5, max_tokens=most - 4)).code == "context_length_exceeded"
+    harness.run()
+    harness.assert_clean()
 
 
 def test_finished_messages_are_of_the_wire() -> None:

@@ -174,7 +174,8 @@ def _logprobs(ids: list[int], num_top: int | None) -> list[Logprob] | None:
 
 
 def ready(vocab_size: int) -> Ready:
-    return Ready("tiny", "f" * 64, "float32/16", BLOCK_SIZE, [NUM_BLOCKS], MAX_MODEL_LEN, 8, 256, vocab_size, True, {})
+    lens = (MAX_MODEL_LEN, min(MAX_MODEL_LEN, BLOCK_SIZE * NUM_BLOCKS))
+    return Ready("tiny", "f" * 64, "float32/16", BLOCK_SIZE, [NUM_BLOCKS], *lens, 8, 256, vocab_size, True, {})
 
 
 def idle(**changes: object) -> Status:

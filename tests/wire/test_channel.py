@@ -62,7 +62,7 @@ TO_ENGINE: list[ToEngine] = [
     Ask("q", "stats"),
     Control("drop_cache", b"ns"),
 ]
-READY = Ready("m", "f" * 8, "bf16/16", 16, [10], 64, 4, 128, 100, True, {"block_size": 16})
+READY = Ready("m", "f" * 8, "bf16/16", 16, [10], 64, 64, 4, 128, 100, True, {"block_size": 16})
 FROM_ENGINE: list[FromEngine] = [
     READY,
     Refused("a", 400, "invalid_value", "no", "prompt", 1.5),

@@ -30,6 +30,7 @@ def ready(engine: Engine) -> Ready:
         block_size=caps.block_size,
         num_blocks=list(caps.num_blocks),
         max_model_len=caps.max_model_len,
+        max_request_tokens=min(caps.max_model_len, scheduler.bound.tokens + 1),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         vocab_size=caps.vocab_size,

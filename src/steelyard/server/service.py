@@ -206,11 +206,8 @@ class Service:
 
     @property
     def max_request_tokens(self) -> int:
-        """Prompt and output of one request: what context and KV pool allow."""
-        ready = self._ready
-        if self.seen_tokens is not None:
-            return ready.max_model_len
-        return min(ready.max_model_len, ready.block_size * min(ready.num_blocks))
+        """Prompt and output of one request: what the engine allows."""
+        return self._ready.max_request_tokens
 
     @property
     def seen_tokens(self) -> int | None:

@@ -89,7 +89,10 @@ class Control(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The engine can make tokens; sent to every server that connects. `config` is what it really runs with."""
+    """The engine can make tokens; sent to every server that connects. `config` is what it really runs with.
+
+    max_request_tokens  prompt and output of one request together: what context, KV pool and step allow
+    """
 
     model: str
     fingerprint: str
@@ -97,6 +100,7 @@ class Ready(_Message, frozen=True):
     block_size: int
     num_blocks: list[int]
     max_model_len: int
+    max_request_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
     vocab_size: int
