@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import pytest
 
-from steelyard.server import logs
+from steelyard.wire import logs
 from tests import tiny_model
 from tests.cases.rig import Server, open_request, scripted_servers, wait_for
 

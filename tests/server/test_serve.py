@@ -262,7 +262,7 @@ def test_a_second_sigterm_while_a_body_is_coming_is_answered_and_calm(model: Pat
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_https_behind_a_prefix_and_a_warning_when_public_without_a_key(
+def test_https_behind_a_prefix_a_warning_when_public_without_a_key_and_every_process_logs_json(
     model: Path, script: str, tmp_path: Path
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
@@ -270,7 +270,9 @@ def test_https_behind_a_prefix_and_a_warning_when_public_without_a_key(
     names = ["-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*make, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
-    more = ["--host", "0.0.0.0", "--port", "0", "--script", script, "--root-path", "/llm", "--log-format", "json"]
+    config = tmp_path / "serve.toml"
+    config.write_text('log-format = "json"\n')
+    more = ["--host", "0.0.0.0", "--port", "0", "--script", script, "--root-path", "/llm", "--config", str(config)]
     process, text = start_serve(model, *tls, *more)
     try:
         url = re.search(r"https://[\d.:]+", text)
@@ -283,8 +285,9 @@ def test_https_behind_a_prefix_and_a_warning_when_public_without_a_key(
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 0
-        logged = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+        logged = [json.loads(line) for line in errors.splitlines()]
         assert any("anybody who reaches" in entry["message"] for entry in logged)
+        assert any(entry["logger"].startswith("steelyard.engine") for entry in logged), "of every process"
     finally:
         process.kill()
         process.wait()

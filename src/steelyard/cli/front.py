@@ -29,7 +29,6 @@ from steelyard.checkpoint.find import open_checkpoint
 from steelyard.cli.listening import cannot_listen
 from steelyard.config import EngineConfig, ServerConfig
 from steelyard.errors import EngineDead, StartError
-from steelyard.server import logs
 from steelyard.server.app import create_app, make_service
 from steelyard.server.client import EngineClient
 from steelyard.server.lifecycle import DrainingServer
@@ -40,6 +39,7 @@ from steelyard.server.tenants import Tenants, load_tenants, read_keys
 from steelyard.server.usage import SharedUsage
 from steelyard.text.chat import ChatTemplate
 from steelyard.text.tokenizer import Tokenizer
+from steelyard.wire import logs
 from steelyard.wire.channel import ServerSide
 
 EXIT_ENGINE = 2

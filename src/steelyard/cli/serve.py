@@ -33,11 +33,11 @@ from steelyard.cli.server_options import add_server_arguments, server_config, wi
 from steelyard.config import EngineConfig, ServerConfig
 from steelyard.engine.spawn import start_engine_process
 from steelyard.errors import EngineDead, StartError
-from steelyard.server import logs
 from steelyard.server.backlog import SocketName
 from steelyard.server.client import EngineClient
 from steelyard.server.metrics import Metrics
 from steelyard.server.tenants import Tenants
+from steelyard.wire import logs
 from steelyard.wire.channel import ServerSide, new_address, remove_address
 
 LAST_WORDS_S = 0.3
@@ -109,7 +109,7 @@ class _Serving:
 
     async def run(self) -> int:
         address = new_address()
-        process = start_engine_process(self._engine_config, address)
+        process = start_engine_process(self._engine_config, address, self._config.log_format)
         side = ServerSide(address)
         if self._front is not None:
             client = self._front.client(side)
@@ -152,8 +152,7 @@ class _Serving:
             task.cancel()
 
         loop.add_signal_handler(signal.SIGTERM, terminate)
-        with suppress(OSError):  # a full disk behind stderr is no reason not to serve
-            print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
+        self._say_loading()
         try:
             await client.ready()
         except EngineDead as error:
@@ -163,6 +162,15 @@ class _Serving:
                 raise
             raise StartError("stopped while the model was loading") from None
         self._is_ready = True
+
+    def _say_loading(self) -> None:
+        """To whoever waits at a terminal; where lines are JSON, one of the log."""
+        if self._config.log_format == "json":
+            log.setLevel(logging.INFO)
+            log.info("loading %s", self._checkpoint.name)
+            return
+        with suppress(OSError):  # a full disk behind stderr is no reason not to serve
+            print(f"steelyard: loading {self._checkpoint.name}", file=sys.stderr, flush=True)
 
     async def _serve(self, client: EngineClient, address: str) -> int:
         if self._front is not None:

@@ -111,7 +111,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes calls (default: by its template)")
     add("--reasoning-parser", choices=REASONING_PARSERS, help="tell thinking apart (default: by its template)")
     add("--api-server-count", type=int, metavar="N", help="HTTP processes on the one address (default: 1)")
-    add("--log-format", choices=LOG_FORMATS, help="of what this process logs (default: text)")
+    add("--log-format", choices=LOG_FORMATS, help="of what its processes log (default: text)")
     add(
         "--stall-limit",
         dest="stall_limit_s",

@@ -23,6 +23,7 @@ from steelyard.engine.engine import Engine, EngineFault
 from steelyard.engine.pulse import Pulsing
 from steelyard.engine.startup import process_age_s
 from steelyard.errors import StartError, SteelyardError
+from steelyard.wire import logs
 from steelyard.wire.channel import EngineSide, Peer
 from steelyard.wire.messages import (
     Accepted,
@@ -178,11 +179,11 @@ def serve(config: EngineConfig, channel: EngineSide) -> int:
     return 0
 
 
-def read_start(line: bytes) -> tuple[EngineConfig, str]:
-    """Configuration and address from the first line of stdin. Raises StartError for anything else."""
+def read_start(line: bytes) -> tuple[EngineConfig, str, str]:
+    """Configuration, address and form of the log, of stdin's first line. Raises StartError for anything else."""
     try:
         start = json.loads(line)
-        return EngineConfig(**start["config"]), str(start["address"])
+        return EngineConfig(**start["config"]), str(start["address"]), str(start.get("log_format", "text"))
     except (ValueError, KeyError, TypeError) as error:
         raise StartError(
             f'stdin must begin with {{"address": "ipc://...", "config": {{...}}}} on one line: {error!r}'
@@ -191,13 +192,14 @@ def read_start(line: bytes) -> tuple[EngineConfig, str]:
 
 def main() -> int:
     """Read the start line, bind, serve."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        config, address = read_start(sys.stdin.buffer.readline())
+        config, address, log_format = read_start(sys.stdin.buffer.readline())
+        logs.set_up(log_format, logging.INFO)
         threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
         channel = EngineSide(address)
     except StartError as error:
+        logs.set_up("text")  # where it is not set up yet
         _log.error("cannot start: %s", error.message)
         return EXIT_NO_START
     return serve(config, channel)

@@ -1,6 +1,6 @@
 """Starts an engine in a process of its own. Knows only how to call it: nothing of the engine is imported.
 
-    parent --stdin: {"address": ..., "config": {...}} and a newline, then held open--> engine process
+    parent --stdin: {"address", "config", "log_format"} and a newline, then held open--> engine process
     parent <====== wire/channel at `address` ======> engine process
 
 The engine ends when its stdin closes, so it never outlives its parent, however that ends.
@@ -19,7 +19,7 @@ from steelyard.config import EngineConfig
 from steelyard.engine.threads import with_short_spins
 
 
-def start_engine_process(config: EngineConfig, address: str) -> subprocess.Popen[bytes]:
+def start_engine_process(config: EngineConfig, address: str, log_format: str = "text") -> subprocess.Popen[bytes]:
     """Start `python -m steelyard.engine.process`; its first message on the channel is Ready, or a Fault.
 
     It never hears SIGINT, which a terminal sends to all of a command's processes; it drains at SIGTERM, and exits with
@@ -33,6 +33,7 @@ def start_engine_process(config: EngineConfig, address: str) -> subprocess.Popen
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None
-    process.stdin.write(json.dumps({"address": address, "config": asdict(config)}).encode() + b"\n")
+    start = {"address": address, "config": asdict(config), "log_format": log_format}
+    process.stdin.write(json.dumps(start).encode() + b"\n")
     process.stdin.flush()
     return process

@@ -1,4 +1,4 @@
-"""How the HTTP process logs: lines for people or one JSON object a line. No prompt and no answer is ever logged."""
+"""How a server's processes log: lines for people or one JSON object a line. No prompt and no answer is ever logged."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def count_lost(on_lost: Callable[[], None]) -> None:
             handler.on_lost = on_lost
 
 
-def set_up(log_format: str) -> None:
-    """Log to stderr."""
+def set_up(log_format: str, level: int = logging.WARNING) -> None:
+    """Log to stderr, from `level` on. As JSON, Python's own warnings are lines of the log too."""
     handler = Handler()
     if log_format == "json":
         handler.setFormatter(JsonFormatter())
+        logging.captureWarnings(True)
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
