@@ -295,6 +295,10 @@ def test_fit_doubts_steps_of_another_model_and_of_several(capsys: pytest.Capture
     both = said([qwen, llama], "llama-3.1-8b")
     assert "several models (qwen3-0.6b, llama3-8b)" in both and '"workload":"llama3-8b \' ' in both
     assert "its steps are of llama3-8b by name" in said([llama], "qwen3-4b")
+    assert main(["plan", "fit", "llama-3-8b", "--records", str(path), "--held-out", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["plan", "qwen3-4b", "--device", "H200", "--records", str(path)]) == 0
+    assert f"--records {path}: its steps are of llama3-8b by name" in capsys.readouterr().err
 
 
 def test_fit_says_what_its_factors_are_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

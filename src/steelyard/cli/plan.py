@@ -135,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
     model = find_model(words[0])
     load = _load(args) if "rate" in plan_flags.READ_BY[topic] else None
     options = _options(args, device, load)
+    if options.records:
+        plan_fit.say_doubt(f"--records {args.records}", model.shape, options.records)
     if topic == "compare":
         return plan_topics.compare(args, model, options)
     if topic == "tune":

@@ -31,10 +31,8 @@ def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) ->
     kv = 2 if options.kv_cache_dtype == "auto" else kv_dtype_bytes(options.kv_cache_dtype)
     roofline = Roofline(Setup(model.shape, options.device, weights, kv, options.tp))
     held_out = read_records(Path(args.held_out), "held-out") if args.held_out is not None else list(options.records)
-    files = {"--records": (args.records, options.records), "--held-out": (args.held_out, held_out)}
-    for flag, (path, records) in files.items():
-        if path is not None and (doubt := _doubt(model.shape, path, records)):
-            print(f"steelyard plan: {flag} {path}: {doubt}", file=sys.stderr)
+    if args.held_out is not None:
+        say_doubt(f"--held-out {args.held_out}", model.shape, held_out)
     found = fit(roofline, options.records)
     errors = evaluate(roofline, found, held_out)
     if args.json:
@@ -48,8 +46,14 @@ def show_fit(args: argparse.Namespace, model: PlannedModel, options: Options) ->
     return int(any(e.under_floor for e in errors.values()))
 
 
-def _doubt(shape: ModelShape, path: str, records: Sequence[StepRecord]) -> str:
-    """What speaks against these records being of this model: a workload's first word may be a model's name."""
+def say_doubt(given: str, shape: ModelShape, records: Sequence[StepRecord]) -> None:
+    """Say on stderr what speaks against these records being of this model; `given`: the flag and its file."""
+    if doubt := _doubt(given.partition(" ")[2], shape, records):
+        print(f"steelyard plan: {given}: {doubt}", file=sys.stderr)
+
+
+def _doubt(path: str, shape: ModelShape, records: Sequence[StepRecord]) -> str:
+    """A workload's first word may be a model's name."""
     words = dict.fromkeys(r.workload.partition(" ")[0] for r in records)
     named = {word: name for word in words if (name := preset_name(word))}
     if len(set(named.values())) > 1:
