@@ -24,6 +24,7 @@ from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.clock import VirtualClock
 from steelyard.sim.simulation import Simulation
 from tests.equality.llama_rig import TIE, prompts, request, tiny_llama
+from tests.scheduler.scheduler_rig import Rig, make_request
 
 WINDOW, SINKS, BLOCK = 24, 5, 8
 Model = tuple[Path, PreTrainedModel]
@@ -105,6 +106,24 @@ def test_a_long_request_holds_few_blocks_and_one_longer_than_the_pool_is_served(
     assert len(check_greedy(twin, ran, long)) == 240 > 7 * BLOCK
     bound = blocks_per_sequence((KvGroup(3, WINDOW, SINKS),), BLOCK, 240)[0]
     assert bound == 1 + 4 and ran.most_active <= bound + 1  # and the block of a chunk that is being written
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(8, 5), (13, 7), (64, 12), (512, 31)])
+def test_a_chunk_of_the_prompt_holds_its_own_blocks_beside_the_window(model: Model, chunk: int, most: int) -> None:
+    folder, _ = model
+    ran = serve(folder, [request("long", prompts((241,))[0], max_tokens=5)], [], max_num_batched_tokens=chunk)
+    held = ran.scheduler.cache.most_active()
+    whole, kept = -(-241 // BLOCK), -(-SINKS // BLOCK)
+    assert held == most <= min(whole, kept + -(-(WINDOW + chunk - 2) // BLOCK) + 1)
+
+
+@pytest.mark.parametrize(("prompt_len", "most"), [(241, 16), (1801, 37)])
+def test_the_guides_figures_of_a_bounded_prompt(prompt_len: int, most: int) -> None:
+    simulation = Rig(num_blocks=64, budget=512, windows=((64, 4),)).simulation()
+    simulation.add(make_request("long", list(range(prompt_len)), max_tokens=2))
+    simulation.run()
+    assert simulation.scheduler.cache.most_active() == most
+    assert blocks_per_sequence((KvGroup(3, 64, 4),), 16, 4096) == (6,)
 
 
 def test_keys_of_blocks_name_the_bounds_and_the_start_says_what_is_forgotten(
