@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.diagnose.knobs import ELSEWHERE, KNOBS, advice
-from steelyard.diagnose.observation import Observation
+from steelyard.diagnose.observation import Observation, share_at_cap, share_for_row
 from steelyard.diagnose.sources import read_report
 from steelyard.diagnose.verdict import NOTHING_RAN, diagnose
 from steelyard.errors import InvalidRequest
@@ -41,6 +41,37 @@ def test_each_verdict_from_its_evidence(verdict: str) -> None:
 def test_a_full_pool_speaks_against_the_sequence_cap() -> None:
     found = diagnose(replace(CALM, running=64, waiting=40, kv_usage=0.97, kv_usage_max=1.0, preemptions_per_s=1.0))
     assert found.verdict == "KV capacity"
+
+
+WAVES = replace(CALM, max_num_seqs=8, running=6.3, waiting=7.8, queue_s=4.8, prefill_s=1.0, busy=0.99)
+"""Sequences that end together: the mean that runs is under 0.95 of the cap."""
+
+
+def test_a_cap_is_named_though_fewer_run_on_the_mean() -> None:
+    for seen in (replace(WAVES, waited_for_row=0.88), replace(WAVES, at_cap=0.7)):
+        found = diagnose(seen)
+        assert found.verdict == "sequence cap (8)" and [f.name for f in found.also] == ["device"], found.text()
+        assert found.finding is not None and found.finding.knob == "a larger --max-num-seqs"
+        assert "running 6.3 of 8" in found.text()
+        full = diagnose(replace(seen, kv_usage_max=0.99))
+        assert full.verdict == "sequence cap (8)" and "KV capacity" not in [f.name for f in full.also]
+
+
+def test_a_wait_for_something_else_than_a_row_is_no_cap() -> None:
+    for seen in (WAVES, replace(WAVES, waited_for_row=0.1, at_cap=0.9), replace(WAVES, at_cap=0.3)):
+        assert diagnose(seen).verdict == "device"
+    for_blocks = replace(WAVES, running=8, waited_for_row=0.1, kv_usage_max=0.99, preemptions_per_s=0.5)
+    assert diagnose(for_blocks).verdict == "KV capacity"
+
+
+def test_what_shows_a_cap_is_read_from_readings_and_from_accounts() -> None:
+    running = [(0.0, 8.0), (1.0, 5.0), (2.0, 8.0), (3.0, 8.0), (4.0, 2.0), (5.0, 8.0)]
+    waiting = [(0.0, 8.0), (1.0, 8.0), (2.0, 8.0), (3.0, 1.0), (4.0, 0.0), (6.0, 3.0)]
+    assert share_at_cap(running, waiting, 8) == 0.75
+    assert share_at_cap(running, waiting, None) is None and share_at_cap(running, [(4.0, 0.0)], 8) is None
+    states = {"wait_slot": 3.0, "wait_kv": 0.5, "wait_step_boundary": 0.5, "decode": 90.0}
+    assert share_for_row(states) == 0.75
+    assert share_for_row({"decode": 1.0}) is None and share_for_row({"wait_kv": 1.0}) == 0.0
 
 
 def test_a_queue_in_the_server_speaks_against_the_client() -> None:

@@ -57,6 +57,7 @@ def _diagnose(args: argparse.Namespace) -> None:
     from steelyard.diagnose.sources import read_report
     from steelyard.diagnose.verdict import diagnose
 
+    gain = _gain(args)  # whatever cannot be planned is said before a server is watched
     if args.source.startswith(("http://", "https://")):
         seen = asyncio.run(_watch(args))
     else:
@@ -65,7 +66,7 @@ def _diagnose(args: argparse.Namespace) -> None:
         seen = replace(seen, max_num_seqs=args.max_num_seqs)
     seen = _with_floor(args, seen)
     slo = (args.ttft, args.tpot) if args.ttft is not None and args.tpot is not None else None
-    found = diagnose(seen, _gain(args), slo_ms=slo)
+    found = diagnose(seen, gain, slo_ms=slo)
     print(json.dumps(asdict(found)) if args.json else found.text())
 
 
@@ -130,14 +131,14 @@ async def _watch(args: argparse.Namespace) -> Observation:
         await scraper.start()
         if not scraper.side.before:
             raise InvalidRequest(f"{args.source}: {_why_no_page(*await fetch(client))}", param="source")
+        facts = await server_facts(client, scraper.side.before)
+        _check_device(args, facts.get("config", {}))
         began = time.perf_counter()
         await asyncio.sleep(args.seconds)
         side = await scraper.stop()
         seconds = time.perf_counter() - began
         if not side.after:
             raise InvalidRequest(f"{args.source}: went away while it was watched", param="source")
-        facts = await server_facts(client, side.after)
-        _check_device(args, facts.get("config", {}))
     finally:
         client.close()
     return observed(args.source, side, facts.get("config", {}), seconds)
@@ -146,12 +147,13 @@ async def _watch(args: argparse.Namespace) -> Observation:
 def observed(source: str, side: ServerSide, settings: Mapping[str, str], seconds: float) -> Observation:
     """What a server's counters say of the seconds between two pages. Times are means over the requests of that span."""
     from steelyard.bench.scrape import mean_of
-    from steelyard.diagnose.observation import Observation
+    from steelyard.diagnose.observation import Observation, share_at_cap, share_for_row
+    from steelyard.diagnose.sources import whole_or_none
 
     ended, generated, computed = (side.delta(w) for w in ("requests_ended", "generation_tokens", "prompt_tokens"))
     gauges = {word: mean_of(side.series(word)) for word in ("running", "waiting", "kv_usage")}
     per = {word: _each(side.delta(word), ended) for word in ("queue_s", "prefill_s", "decode_s")}
-    length, cap = _each(generated, ended), settings.get("max_num_seqs")
+    length, cap = _each(generated, ended), whole_or_none(settings.get("max_num_seqs"))
     tpot_s = _each(per["decode_s"], length - 1 if length and length > 1 else None)
     ttft_s = _each(side.delta("ttft_s"), side.delta("first_tokens"))
     unread = [f"{word}: the server has no such metric" for word, value in gauges.items() if value is None]
@@ -162,7 +164,9 @@ def observed(source: str, side: ServerSide, settings: Mapping[str, str], seconds
         waiting=gauges["waiting"],
         kv_usage=gauges["kv_usage"],
         kv_usage_max=max((v for _, v in side.series("kv_usage")), default=None),
-        max_num_seqs=int(cap) if cap else None,
+        max_num_seqs=cap,
+        at_cap=share_at_cap(side.series("running"), side.series("waiting"), cap),
+        waited_for_row=share_for_row(side.label_deltas("steelyard:request_time_seconds_total", "state")),
         preemptions_per_s=_each(side.delta("preemptions"), seconds),
         input_tokens_per_s=_each(computed, seconds),
         output_tokens_per_s=_each(generated, seconds),

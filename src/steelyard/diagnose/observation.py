@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+CAP_REACHED = 0.95
+"""Of a cap: from here on it is what holds requests back."""
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,8 @@ class Observation:
     in_flight                   mean number in flight; Little's law gives it where it is not read
     running, waiting            the server's own means
     max_num_seqs                its cap on running sequences
+    at_cap                      share of the readings with somebody waiting in which as many ran as may
+    waited_for_row              share of all time waited, by the server's accounts, that was for a row to run in
     kv_usage                    share of KV blocks in use, the mean (kv_usage_max: the most)
     input_tokens_per_s          prompt tokens computed
     ttft_s, tpot_s, icl_p50_s, icl_p99_s, e2e_s
@@ -26,6 +32,7 @@ class Observation:
     stalls_with_prefill         share of the long gaps in which the step had prompt tokens
     free_but_failed             allocations refused although blocks were free
     attainment                  share that met its targets
+    invalid                     of a run that failed its gates: which, and why; not to be believed
     settings                    what the server says it runs with, as words; empty: it does not say
     source                      where the numbers come from; unread: what could not be read, and why
     """
@@ -39,6 +46,8 @@ class Observation:
     running: float | None = None
     waiting: float | None = None
     max_num_seqs: int | None = None
+    at_cap: float | None = None
+    waited_for_row: float | None = None
     kv_usage: float | None = None
     kv_usage_max: float | None = None
     preemptions_per_s: float | None = None
@@ -63,6 +72,7 @@ class Observation:
     stalls_with_prefill: float | None = None
     free_but_failed: float | None = None
     attainment: float | None = None
+    invalid: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = field(default_factory=tuple)
 
@@ -93,6 +103,22 @@ class Observation:
         if flight is None or running is None or self.max_num_seqs is None:
             return None
         return max(flight - max(running, 0.0), 0.0)
+
+
+def share_at_cap(running: Points, waiting: Points, cap: int | None) -> float | None:
+    """Of the readings (time, number) in which a request waited; None where none did, or without a cap.
+
+    A mean hides it: sequences that end together leave rows free for a moment, and the next ones fill them.
+    """
+    runs = dict(running)
+    held = [runs[t] >= CAP_REACHED * cap for t, number in waiting if number >= 1.0 and t in runs] if cap else []
+    return sum(held) / len(held) if held else None
+
+
+def share_for_row(seconds_by_state: Mapping[str, float]) -> float | None:
+    """Of the time waited, by a server's accounts; None where nobody waited."""
+    waited = sum(seconds for state, seconds in seconds_by_state.items() if state.startswith("wait_"))
+    return seconds_by_state.get("wait_slot", 0.0) / waited if waited > 0 else None
 
 
 def derived_tpot_s(e2e_s: float, ttft_s: float, output_len: float) -> float | None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from steelyard.core.digits import in_digits
 from steelyard.diagnose.knobs import advice
-from steelyard.diagnose.observation import Observation
+from steelyard.diagnose.observation import CAP_REACHED, Observation
 
 DELAY_LIMIT_S = 0.010
 RATE_LEAST = 0.98
 KV_FULL = 0.95
 KV_NOT_FULL = 0.90
-CAP_REACHED = 0.95
+ROW_SHARE = 0.5
 NEAR_FLOOR = 1.5
 MBU_HIGH = 0.6
 UTIL_LOW = 0.4
@@ -111,11 +111,23 @@ def client(o: Observation) -> Finding | None:
 
 
 def sequence_cap(o: Observation) -> Finding | None:
-    """Requests wait while as many run as may, and there is KV for more."""
+    """Requests wait while as many run as may, and there is KV for more.
+
+    The mean that runs is under the cap where sequences end together. The server's own reason for the waiting says it
+    all the same, and so does the share of the readings at the cap.
+    """
     if o.max_num_seqs is None or o.decoding is None:
         return None
     t = _Tests(o)
-    t.above("running", o.decoding, CAP_REACHED * o.max_num_seqs)
+    mean_limit = CAP_REACHED * o.max_num_seqs
+    if o.waited_for_row is not None:
+        t.evidence.append(f"running {in_digits(o.decoding)} of {o.max_num_seqs}")
+        t.above("share of the time waited that was for a row", o.waited_for_row, ROW_SHARE)
+    elif o.at_cap is not None and o.decoding < mean_limit:
+        t.evidence.append(f"running {in_digits(o.decoding)} of {o.max_num_seqs}")
+        t.above("share of the readings at the cap while requests wait", o.at_cap, ROW_SHARE)
+    else:
+        t.above("running", o.decoding, mean_limit)
     t.above("waiting", o.queued, 1.0)
     if o.queue_s is not None and o.prefill_s is not None and o.queue_s > 0:
         t.above("time waiting over time in prefill", o.queue_s / max(o.prefill_s, 1e-9), 1.0)
@@ -130,8 +142,9 @@ def kv_capacity(o: Observation) -> Finding | None:
     t = _Tests(o)
     most = o.kv_usage_max if o.kv_usage_max is not None else o.kv_usage
     t.above("KV in use, at most", most, KV_FULL)
-    rows_free = o.max_num_seqs is not None and o.decoding is not None and o.decoding < CAP_REACHED * o.max_num_seqs
-    if rows_free and not o.preemptions_per_s:
+    under_cap = o.max_num_seqs is not None and o.decoding is not None and o.decoding < CAP_REACHED * o.max_num_seqs
+    for_row = o.waited_for_row if o.waited_for_row is not None else o.at_cap
+    if under_cap and (for_row or 0.0) < ROW_SHARE and not o.preemptions_per_s:
         t.above("waiting while rows are free", o.queued, 1.0)
     elif o.preemptions_per_s is not None:
         t.above("preemptions a second", o.preemptions_per_s, 1e-3)

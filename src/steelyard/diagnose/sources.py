@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from steelyard.diagnose.observation import Observation, derived_tpot_s
+from steelyard.diagnose.observation import Observation, derived_tpot_s, share_at_cap, share_for_row
 from steelyard.errors import InvalidRequest, reason
 
 Json = dict[str, Any]
@@ -27,7 +27,7 @@ def read_report(path: Path, stage: int | None = None) -> Observation:
             return from_stages(value, stage)
         if "request_throughput" in value and "duration" in value:
             return from_vllm(value)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{path}: lacks {error}") from error
     raise InvalidRequest(f"{path}: is no report of `steelyard bench`, of vLLM's bench, and has no stages")
 
@@ -42,7 +42,7 @@ def from_ours(report: Json, max_num_seqs: int | None = None, floor_step_s: float
     ended = server.get("requests_ended")
     per = {w: server[w] / ended if ended and server.get(w) is not None else None for w in _HISTOGRAMS}
     config = report.get("server_facts", {}).get("config", {})
-    cap = max_num_seqs if max_num_seqs is not None else _int(config.get("max_num_seqs"))
+    cap = max_num_seqs if max_num_seqs is not None else whole_or_none(config.get("max_num_seqs"))
     unread = [f"{word}: the server has no such metric" for word in server.get("absent", ())]
     if not server:
         unread.append("the server's side: it has no /metrics page")
@@ -59,6 +59,8 @@ def from_ours(report: Json, max_num_seqs: int | None = None, floor_step_s: float
         running=_part(server.get("running"), "mean"),
         waiting=_part(server.get("waiting"), "mean"),
         max_num_seqs=cap,
+        at_cap=share_at_cap(_points(server, "running"), _points(server, "waiting"), cap),
+        waited_for_row=share_for_row(server.get("time_by_state_s") or {}),
         kv_usage=_part(server.get("kv_usage"), "mean"),
         kv_usage_max=_part(server.get("kv_usage"), "max"),
         preemptions_per_s=None if preemptions is None else preemptions / seconds,
@@ -76,9 +78,18 @@ def from_ours(report: Json, max_num_seqs: int | None = None, floor_step_s: float
         busy=server["device_s"] / seconds if server.get("device_s") is not None and seconds else None,
         floor_step_s=floor_step_s,
         attainment=window.get("attainment"),
+        invalid=_invalid(report),
         settings=config,
         unread=tuple(unread),
     )
+
+
+def _invalid(report: Json) -> str:
+    """The label of a run that is not valid, with the sentence of each gate that it failed; empty for a valid one."""
+    if report.get("valid", True):
+        return ""
+    failed = [f"{gate['name']}: {gate['evidence']}" for gate in report.get("gates", ()) if gate["outcome"] == "fail"]
+    return f"{report.get('label') or 'not valid'}: {'; '.join(failed) or 'it does not say why'}"
 
 
 _HISTOGRAMS = ("queue_s", "prefill_s", "decode_s")
@@ -148,6 +159,10 @@ def from_stages(value: Json, stage: int | None = None) -> Observation:
     )
 
 
+def _points(server: Json, name: str) -> list[tuple[float, float]]:
+    return [(t, number) for t, number in (server.get("series") or {}).get(name, ())]
+
+
 def _ms(stats: Json | None, name: str) -> float | None:
     return None if stats is None else stats[name] / 1e3
 
@@ -164,5 +179,6 @@ def _product(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a * b
 
 
-def _int(value: Any) -> int | None:
+def whole_or_none(value: Any) -> int | None:
+    """A number that a server tells as a word; None for any other word."""
     return int(value) if value is not None and str(value).isdigit() else None

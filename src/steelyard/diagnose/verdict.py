@@ -25,7 +25,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`also` holds besides the verdict; `margin` is its score over the next one's; `doubts`: numbers that cannot be."""
+    """`also` holds besides the verdict; `margin` is its score over the next one's; `doubts`: numbers that cannot be.
+
+    invalid  of a run that failed its gates: which, and why; empty for any other
+    """
 
     verdict: str
     finding: Finding | None
@@ -36,10 +39,12 @@ class Diagnosis:
     unread: tuple[str, ...]
     doubts: tuple[str, ...]
     predicted: str | None
+    invalid: str = ""
 
     def text(self) -> str:
         """The diagnosis for a person, numbers first."""
-        lines = [f"Binding: {self.verdict}"]
+        lines = [f"NOT VALID, and what follows is of a run not to be believed: {self.invalid}"] if self.invalid else []
+        lines.append(f"Binding: {self.verdict}")
         if self.finding is not None:
             lines += [f"  {line}" for line in self.finding.evidence]
             lines.append(f"  try one thing: {self.finding.knob}")
@@ -62,7 +67,7 @@ class Diagnosis:
 def diagnose(o: Observation, gain: Gain = lambda flag, o: None, slo_ms: tuple[float, float] | None = None) -> Diagnosis:
     """Weigh every rule. `slo_ms`: targets of TTFT and TPOT, for the stage rules."""
     if _nothing_ran(o):
-        return Diagnosis(NOTHING_RAN, None, None, None, (), None, (), (), None)
+        return Diagnosis(NOTHING_RAN, None, None, None, (), None, (), (), None, o.invalid)
     findings = [f for rule in RULES if (f := rule(o)) is not None]
     holding = sorted((f for f in findings if f.holds), key=_strength, reverse=True)
     others = sorted((f for f in findings if not f.holds), key=lambda f: f.score, reverse=True)
@@ -87,6 +92,7 @@ def diagnose(o: Observation, gain: Gain = lambda flag, o: None, slo_ms: tuple[fl
         unread=o.unread if stage is not None or slo_ms is None else (*o.unread, _no_stage(o)),
         doubts=doubts(o),
         predicted=gain(first.flag, o) if first is not None and first.flag else None,
+        invalid=o.invalid,
     )
 
 
