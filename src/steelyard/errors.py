@@ -29,7 +29,7 @@ class InvalidRequest(SteelyardError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and requested output do not fit the context or the KV pool; the message has all three numbers."""
+    """Prompt and requested output do not fit a limit; the message has their numbers and the limit's."""
 
     code = "context_length_exceeded"
 

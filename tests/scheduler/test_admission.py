@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -17,7 +18,7 @@ from steelyard.scheduler.scheduler import Scheduler
 from steelyard.sim.clock import VirtualClock
 from steelyard.sim.shadow import ShadowRunner
 from steelyard.sim.simulation import Simulation
-from tests.scheduler.scheduler_rig import Rig, make_request, tenant_of
+from tests.scheduler.scheduler_rig import Rig, assert_idle, make_request, run_checked, tenant_of
 
 WINDOWS: dict[str, tuple[int | tuple[int, int] | None, ...]] = {
     "full": (None,),
@@ -122,3 +123,32 @@ def test_a_request_that_does_not_fit_an_empty_pool_is_a_broken_law_and_no_wait()
     simulation.add(make_request("r", [1] * 100))
     with pytest.raises(AssertionError, match="nobody else has a block"):
         simulation.step()
+
+
+def test_at_random_sizes_whatever_is_taken_in_ends() -> None:
+    rng, taken, refused, preemptions = Random(3), 0, 0, 0
+    for _ in range(300):
+        options, reserve = rng.choice(list(TAKES.values()))
+        rig = Rig(
+            num_blocks=rng.randint(2, 14),
+            block_size=rng.choice([1, 4, 8]),
+            max_num_seqs=rng.randint(1, 5),
+            budget=rng.choice([8, 64, 300]),
+            max_model_len=rng.choice([50, 120]),
+            windows=rng.choice(
+                [(None,), (rng.randint(1, 40),), (None, rng.randint(1, 40)), ((rng.randint(1, 30), 5),)]
+            ),
+        )
+        simulation = simulation_of(replace(rig.caps(), overlaps=options.overlap), options, reserve)
+        requests = [make_request(f"r{i}", [i] * rng.randint(1, 60), max_tokens=rng.randint(1, 40)) for i in range(6)]
+        for request in requests:
+            try:
+                simulation.add(request)
+            except ContextLengthExceeded:
+                refused += 1
+                continue
+            taken += 1
+        run_checked(simulation)
+        assert_idle(simulation, requests)
+        preemptions += simulation.scheduler.counters.preemptions
+    assert min(taken, refused) > 400 and preemptions > 40
