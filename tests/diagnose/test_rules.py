@@ -70,8 +70,9 @@ def test_what_shows_a_cap_is_read_from_readings_and_from_accounts() -> None:
     assert share_at_cap(running, waiting, 8) == 0.75
     assert share_at_cap(running, waiting, None) is None and share_at_cap(running, [(4.0, 0.0)], 8) is None
     states = {"wait_slot": 3.0, "wait_kv": 0.5, "wait_step_boundary": 0.5, "decode": 90.0}
-    assert share_for_row(states) == 0.75
-    assert share_for_row({"decode": 1.0}) is None and share_for_row({"wait_kv": 1.0}) == 0.0
+    assert share_for_row(states, 0.8, 10.0) == share_for_row(states, None, 10.0) == 0.75
+    assert share_for_row(states, 0.81, 10.0) is None, "most of those that waited have not told yet"
+    assert share_for_row({"decode": 1.0}, 0.0, 10.0) is None and share_for_row({"wait_kv": 1.0}, 0.1, 10.0) == 0.0
 
 
 def test_a_queue_in_the_server_speaks_against_the_client() -> None:

@@ -156,6 +156,7 @@ def observed(source: str, side: ServerSide, settings: Mapping[str, str], seconds
     length, cap = _each(generated, ended), whole_or_none(settings.get("max_num_seqs"))
     tpot_s = _each(per["decode_s"], length - 1 if length and length > 1 else None)
     ttft_s = _each(side.delta("ttft_s"), side.delta("first_tokens"))
+    states = side.label_deltas("steelyard:request_time_seconds_total", "state")
     unread = [f"{word}: the server has no such metric" for word, value in gauges.items() if value is None]
     return Observation(
         source=source,
@@ -166,7 +167,7 @@ def observed(source: str, side: ServerSide, settings: Mapping[str, str], seconds
         kv_usage_max=max((v for _, v in side.series("kv_usage")), default=None),
         max_num_seqs=cap,
         at_cap=share_at_cap(side.series("running"), side.series("waiting"), cap),
-        waited_for_row=share_for_row(side.label_deltas("steelyard:request_time_seconds_total", "state")),
+        waited_for_row=share_for_row(states, gauges["waiting"], seconds),
         preemptions_per_s=_each(side.delta("preemptions"), seconds),
         input_tokens_per_s=_each(computed, seconds),
         output_tokens_per_s=_each(generated, seconds),

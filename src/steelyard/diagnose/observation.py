@@ -115,10 +115,16 @@ def share_at_cap(running: Points, waiting: Points, cap: int | None) -> float | N
     return sum(held) / len(held) if held else None
 
 
-def share_for_row(seconds_by_state: Mapping[str, float]) -> float | None:
-    """Of the time waited, by a server's accounts; None where nobody waited."""
-    waited = sum(seconds for state, seconds in seconds_by_state.items() if state.startswith("wait_"))
-    return seconds_by_state.get("wait_slot", 0.0) / waited if waited > 0 else None
+def share_for_row(seconds_by_state: Mapping[str, float], waiting: float | None, seconds: float) -> float | None:
+    """Of the time waited, by a server's accounts; None where nobody waited.
+
+    None too where they hold less than half of what `waiting`, the mean number over `seconds`, makes: an account closes
+    with its request, and those that wait still may wait for something else.
+    """
+    waited = sum(spent for state, spent in seconds_by_state.items() if state.startswith("wait_"))
+    if waited <= 0.0 or waited < (waiting or 0.0) * seconds / 2:
+        return None
+    return seconds_by_state.get("wait_slot", 0.0) / waited
 
 
 def derived_tpot_s(e2e_s: float, ttft_s: float, output_len: float) -> float | None:

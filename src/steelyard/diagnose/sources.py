@@ -59,8 +59,7 @@ def from_ours(report: Json, max_num_seqs: int | None = None, floor_step_s: float
         running=_part(server.get("running"), "mean"),
         waiting=_part(server.get("waiting"), "mean"),
         max_num_seqs=cap,
-        at_cap=share_at_cap(_points(server, "running"), _points(server, "waiting"), cap),
-        waited_for_row=share_for_row(server.get("time_by_state_s") or {}),
+        **_for_row(server, cap, seconds),
         kv_usage=_part(server.get("kv_usage"), "mean"),
         kv_usage_max=_part(server.get("kv_usage"), "max"),
         preemptions_per_s=None if preemptions is None else preemptions / seconds,
@@ -157,6 +156,15 @@ def from_stages(value: Json, stage: int | None = None) -> Observation:
         e2e_s=e2e,
         unread=tuple(unread),
     )
+
+
+def _for_row(server: Json, cap: int | None, seconds: float) -> dict[str, float | None]:
+    """What shows that requests waited for a row: the readings, and the accounts."""
+    waiting = _part(server.get("waiting"), "mean")
+    return {
+        "at_cap": share_at_cap(_points(server, "running"), _points(server, "waiting"), cap),
+        "waited_for_row": share_for_row(server.get("time_by_state_s") or {}, waiting, seconds),
+    }
 
 
 def _points(server: Json, name: str) -> list[tuple[float, float]]:
