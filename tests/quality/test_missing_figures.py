@@ -163,6 +163,8 @@ def foreign(mode: str, **changes: Any) -> Iterator[str]:
             self.wfile.write(body)
 
     class Server(ThreadingHTTPServer):
+        request_queue_size = 64
+
         def handle_error(self, *what: object) -> None:
             """A client that has heard enough hangs up."""
 
