@@ -83,10 +83,10 @@ def main() -> int:
         command = [sys.executable, __file__, str(args.out), "--finer", str(finer)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    rows = [{**a, "us": None, "as_even_us": a["us"], "finer_us": b["us"]} for a, b in zip(*found, strict=True)]
-    for row in rows:
-        del row["us"]
-        print(row, flush=True)
+    rows = found[0]
+    for row, finer in zip(*found, strict=True):
+        row["as_even_us"], row["finer_us"] = row.pop("us"), finer["us"]
+    print(*rows, sep="\n", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(), "rows": rows}
     (args.out / "h200_ragged.json").write_text(json.dumps(report, indent=1) + "\n")

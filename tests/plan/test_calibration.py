@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.kernels.triton_tiles_linear import MAX_TILE_COLUMNS, MAX_TILE_TOKENS
-from steelyard.plan.calibration import FEW_COLUMNS, FEW_ROWS, KEY_TILE, TERMS, Work, default_calibration, generic
-from steelyard.plan.costs import Setup, decode, prefill
+from steelyard.plan.calibration import FEW_ROWS, KEY_TILE, TERMS, Work, default_calibration, generic
+from steelyard.plan.costs import FEW_COLUMNS, Setup, decode, prefill
 from steelyard.plan.device import Ceilings
 from steelyard.plan.formats import weight_format
 from steelyard.plan.roofline import Roofline, smooth_max

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from steelyard.plan.costs import Chunk, Setup
+from steelyard.plan.costs import Chunk, CostModel
 from steelyard.plan.roofline import Rates, Roofline, smooth_max
 from steelyard.plan.times import Estimate
 
@@ -30,12 +30,9 @@ TERMS = ("step", "weights", "kv", "attention")
 KEY_TILE = 64
 """Keys that attention reads at once; a sequence's last tile is half empty on average."""
 FEW_ROWS = 16
-FEW_COLUMNS = 4096
-"""Steps of at most so many tokens go through tiles where no matrix has longer rows: as the kernels have it."""
+"""Steps of at most so many tokens go through tiles (CostModel.has_tiles): as the kernels have it."""
 FEW_SAVE = 0.5
 """Of what one row alone saves. Measured on an H200, Qwen3-0.6B at 2, 4, 8 and 16 rows: 0.59, 0.52, 0.47, 0.42."""
-_PROCESSOR_FLOPS = 50e12
-"""A device with less 16-bit arithmetic is a processor, which has no tiles."""
 _PRODUCTS = ("weights", "experts", "head")
 
 
@@ -65,7 +62,7 @@ class Work:
         attention = (parts.get(name) for name in ("attention_decode", "attention_prefill"))
         kv_s, attention_s = (smooth_max(p.compute_s, p.memory_s) if p else 0.0 for p in attention)
         return cls(
-            rows=_rows(roofline.setup, chunks, num_tokens),
+            rows=_rows(roofline.costs, chunks, num_tokens),
             products=tuple((p.compute_s, p.memory_s) for name in _PRODUCTS if (p := parts.get(name))),
             passed_s=passed / rates.weights_bandwidth + links_s,
             kv_s=kv_s,
@@ -77,14 +74,12 @@ class Work:
         return {"lone": 1.0, "few": few, "many": 0.0}[self.rows]
 
 
-def _rows(setup: Setup, chunks: Sequence[Chunk], num_tokens: int) -> Literal["lone", "few", "many"]:
+def _rows(costs: CostModel, chunks: Sequence[Chunk], num_tokens: int) -> Literal["lone", "few", "many"]:
     if num_tokens == 1:
         return "lone"
     if num_tokens > FEW_ROWS or any(c.num_new > 1 for c in chunks):  # a step with a prompt is padded to more
         return "many"
-    is_processor = setup.device.bf16_flops < _PROCESSOR_FLOPS
-    tiled = setup.weights.body == "BF16" and setup.shape.widest <= FEW_COLUMNS and setup.shape.is_plain
-    return "few" if tiled and not is_processor else "many"
+    return "few" if costs.has_tiles else "many"
 
 
 def _whole_tiles(chunk: Chunk) -> Chunk:

@@ -76,8 +76,17 @@ class Cost:
         return self.flops / self.bytes if self.bytes else float("inf")
 
 
+FEW_COLUMNS = 4096
+"""The longest rows of matrices whose products with a few tokens go through tiles: as the kernels have it."""
+_PROCESSOR_FLOPS = 50e12
+"""A device with less 16-bit arithmetic is a processor, which has no tiles."""
+
+
 class CostModel:
-    """Costs of any step of a setup. Sums over layers are taken once, here; a step then costs a few products."""
+    """Costs of any step of a setup. Sums over layers are taken once, here; a step then costs a few products.
+
+    has_tiles  products of a few tokens take norms and gates with them, in tiles on a GPU's matrix units
+    """
 
     def __init__(self, setup: Setup) -> None:
         shape, tp = setup.shape, setup.tp
@@ -92,6 +101,8 @@ class CostModel:
         self._head_elements, self._head_bytes = self._elements(head), self._bytes(head)
         self._between = Counter(_between_elements(layer, shape.hidden_size) for layer in shape.layers)
         self._experts_kind = setup.weights.experts or setup.weights.body
+        on_gpu = setup.device.bf16_flops >= _PROCESSOR_FLOPS
+        self.has_tiles = on_gpu and setup.weights.body == "BF16" and shape.widest <= FEW_COLUMNS and shape.is_plain
 
     def parts(self, chunks: Sequence[Chunk], routing: Routing = "uniform") -> dict[str, Cost]:
         """Cost of each part that the step has, in the order of PARTS.
